@@ -1,0 +1,95 @@
+// Package clock is the time that a box may trust: never behind its floor,
+// whatever the hardware clock says.
+package clock
+
+import (
+	"fmt"
+	"sync"
+	"time"
+)
+
+// Trusted judges times against a floor: the later of the build and the last
+// verified gateway time. It is safe for concurrent use.
+type Trusted struct {
+	build time.Time
+	now   func() time.Time
+
+	mu     sync.Mutex
+	floor  time.Time
+	server time.Time // gateway time at mark
+	mark   time.Time // local reading, with its monotonic part
+}
+
+// horizon is how far past the build a time is still believed.
+const horizon = 10 * 365 * 24 * time.Hour
+
+// New starts at the later of build and saved; now is time.Now outside of tests.
+func New(build, saved time.Time, now func() time.Time) *Trusted {
+	floor := build
+	if saved.After(floor) && saved.Before(build.Add(horizon)) {
+		floor = saved
+	}
+	return &Trusted{build: build, now: now, floor: floor}
+}
+
+// Now is gateway time carried on by the monotonic clock once a gateway was
+// heard, and otherwise the later of the local clock and the floor.
+func (t *Trusted) Now() time.Time {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	local := t.now()
+	if !t.server.IsZero() {
+		return t.server.Add(local.Sub(t.mark))
+	}
+	if local.Before(t.floor) || local.After(t.build.Add(horizon)) {
+		return t.floor
+	}
+	return local
+}
+
+// Judge is the time at which a certificate under the pinned CA is judged:
+// max(now, floor, notBefore), so that a box whose clock stands in the past can
+// still come home.
+func (t *Trusted) Judge(notBefore time.Time) time.Time {
+	now := t.Now()
+	if notBefore.After(now) && notBefore.Before(t.build.Add(horizon)) {
+		return notBefore
+	}
+	return now
+}
+
+// Floor is what to save for the next boot.
+func (t *Trusted) Floor() time.Time {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.floor
+}
+
+// maxStep bounds what one session may add to the floor beyond elapsed time.
+const maxStep = 366 * 24 * time.Hour
+
+// Verified takes a gateway's time from an authenticated answer. It refuses a
+// time past build + 10 years, and moves the floor by at most a year beyond
+// what has elapsed since the gateway was last heard.
+func (t *Trusted) Verified(server time.Time) error {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if server.After(t.build.Add(horizon)) {
+		return fmt.Errorf("gateway time %s is past build + 10 years (%s)", server.UTC().Format(time.RFC3339), t.build.UTC().Format(time.RFC3339))
+	}
+	if server.Before(t.build.Add(-24 * time.Hour)) {
+		return fmt.Errorf("gateway time %s is before the build (%s)", server.UTC().Format(time.RFC3339), t.build.UTC().Format(time.RFC3339))
+	}
+	local := t.now()
+	elapsed := time.Duration(0)
+	if !t.mark.IsZero() {
+		elapsed = local.Sub(t.mark)
+	}
+	t.server, t.mark = server, local
+	if limit := t.floor.Add(elapsed + maxStep); server.After(limit) {
+		t.floor = limit
+	} else if server.After(t.floor) {
+		t.floor = server
+	}
+	return nil
+}
