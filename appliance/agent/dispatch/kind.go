@@ -1,0 +1,81 @@
+// Package dispatch admits signed commands, queues them by key and lane, runs
+// them once, and hands their acks, progress and results to the session.
+package dispatch
+
+import (
+	"context"
+	"time"
+
+	"github.com/better-compute/site-appliance/appliance/api/agentv1"
+	"github.com/better-compute/site-appliance/appliance/base/secret"
+)
+
+// Kind is one command kind that this agent serves.
+type Kind struct {
+	// Name is noun.verb.
+	Name string
+	Lane string
+	// Roles that may be asked for it.
+	Roles []agentv1.Role
+	// Decode reads args strictly and says what they ask for. It has no effects.
+	Decode func(args []byte) (Operation, error)
+	// Run does it. It returns the encoded result, and heeds ctx until the point
+	// of no return. An error's code and flag come from errs.From.
+	Run func(ctx context.Context, c Call) ([]byte, error)
+	// Recover finds out, after a restart, what became of a command that was
+	// started. Nil: interrupted.
+	Recover func(ctx context.Context, c Call) Verdict
+}
+
+// Operation is what a command's args ask for.
+type Operation struct {
+	// Name is "<concern>.<operation>" or the kind's own word.
+	Name string
+	// Key names the target: one command per key runs at a time, first in, first
+	// out. Empty: the kind's name.
+	Key string
+	// Destructive work needs a durable journal on a box, and people's grants
+	// where quorum is in force.
+	Destructive bool
+	// RetrySafe work may run twice without harm.
+	RetrySafe bool
+	// Value is Decode's own, for Run and Recover.
+	Value any
+}
+
+// Call is one command as Run and Recover see it.
+type Call struct {
+	Payload   *agentv1.CommandPayload
+	Operation Operation
+	// Secrets resolves references that the payload lists; others are
+	// credentials-unavailable.
+	Secrets func(ctx context.Context, refs ...string) (map[string]secret.Value, error)
+	// Progress is latest-wins and never blocks.
+	Progress func(phase, message string, done, total uint64)
+	// Deadline is not_after on this machine's monotonic clock; ctx ends then too.
+	Deadline time.Time
+}
+
+// Verdict is what Recover found.
+type Verdict struct {
+	outcome outcome
+	result  []byte
+}
+
+type outcome int
+
+const (
+	interrupted outcome = iota
+	done
+	rerun
+)
+
+// Done says that the command had finished, with this encoded result.
+func Done(result []byte) Verdict { return Verdict{done, result} }
+
+// Rerun says that running it again does no harm. Dispatch does so only for a
+// retry-safe operation that has not expired.
+func Rerun() Verdict { return Verdict{outcome: rerun} }
+
+// Interrupted says that nobody can tell.
+func Interrupted() Verdict { return Verdict{} }

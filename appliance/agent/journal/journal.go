@@ -1,0 +1,377 @@
+// Package journal remembers each command's state over power cuts, so that none
+// runs twice and none is forgotten.
+//
+// A command is received (before it is acknowledged), started (before any
+// effect), then done or cancelled with its one result, then acked. Each step is
+// on disk before the method returns. Acked commands stay as tombstones until
+// their not_after and 24 hours have passed. The epoch is made with the file: a
+// lost or damaged journal has another one, and a command for the old one is
+// refused as wrong-incarnation.
+package journal
+
+import (
+	"crypto/rand"
+	"encoding/hex"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"sync"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+
+	"github.com/better-compute/site-appliance/appliance/agent/reclog"
+	"github.com/better-compute/site-appliance/appliance/api/agentv1"
+	"github.com/better-compute/site-appliance/appliance/base/errs"
+)
+
+// State is where a command stands. The names are those of OpenCommand.state.
+type State string
+
+// The states.
+const (
+	Received  State = "received"
+	Started   State = "started"
+	Done      State = "done"
+	Cancelled State = "cancelled"
+	Acked     State = "acked"
+)
+
+// tombstoneLife is how long past its not_after an acked command is remembered.
+const tombstoneLife = 24 * time.Hour
+
+// maxEntries bounds memory; a box that reached it takes no more commands until
+// tombstones fall due.
+const maxEntries = 1 << 18
+
+// compactBytes is the file size from which on a Compact rewrites it.
+const compactBytes = 1 << 20
+
+// Entry is one command. Callers do not change what it points to.
+type Entry struct {
+	ID       string
+	Digest   [32]byte // of the payload bytes; zero for a command that was cancelled before it came
+	State    State
+	NotAfter time.Time
+	Command  *agentv1.SignedCommand // while received or started
+	Result   *agentv1.CommandResult // while done or cancelled
+}
+
+// Journal is safe for concurrent use.
+type Journal struct {
+	mu      sync.Mutex
+	log     *reclog.Log // nil: memory only
+	epoch   string
+	entries map[string]*Entry
+	order   []string // ids in order of receipt, acked ones included
+	damaged bool
+}
+
+// record is one line of the file.
+type record struct {
+	Type       string `json:"t"` // "epoch" or a State
+	Epoch      string `json:"e,omitempty"`
+	ID         string `json:"id,omitempty"`
+	Digest     []byte `json:"d,omitempty"`
+	NotAfterMS int64  `json:"na,omitempty"`
+	Command    []byte `json:"c,omitempty"`
+	Result     []byte `json:"r,omitempty"`
+}
+
+// Open reads the journal at path, or makes it; with an empty path it lives in
+// memory. A damaged file is set aside: what stood before the damage is kept
+// under a new epoch, and everything unfinished counts as started, since nobody
+// knows what the lost records said.
+func Open(path string) (*Journal, error) {
+	j := &Journal{entries: map[string]*Entry{}}
+	if path == "" {
+		j.epoch = newEpoch()
+		return j, nil
+	}
+	log, records, err := reclog.Open(path)
+	if errors.Is(err, reclog.ErrDamaged) {
+		j.damaged = true
+		if records, err = reclog.Salvage(path); err != nil {
+			return nil, fmt.Errorf("set damaged journal aside: %w", err)
+		}
+		log, _, err = reclog.Open(path)
+	}
+	if err != nil {
+		return nil, fmt.Errorf("open journal: %w", err)
+	}
+	j.log = log
+	for _, data := range records {
+		if err := j.replay(data); err != nil {
+			log.Close()
+			return nil, fmt.Errorf("open journal %s: %w", path, err)
+		}
+	}
+	if j.damaged {
+		j.epoch = ""
+		for _, e := range j.entries {
+			if e.State == Received {
+				e.State = Started
+			}
+		}
+	}
+	if j.epoch == "" {
+		j.epoch = newEpoch()
+		if err := log.Replace(j.records()); err != nil {
+			log.Close()
+			return nil, fmt.Errorf("begin journal: %w", err)
+		}
+	}
+	return j, nil
+}
+
+func newEpoch() string {
+	var b [16]byte
+	rand.Read(b[:])
+	return hex.EncodeToString(b[:])
+}
+
+// replay applies one stored record. Records were checked when they were
+// written, and their checksums hold: one that does not fit is another
+// version's work and stops the journal rather than being guessed at.
+func (j *Journal) replay(data []byte) error {
+	var r record
+	if err := json.Unmarshal(data, &r); err != nil {
+		return fmt.Errorf("decode record: %w", err)
+	}
+	if r.Type == "epoch" {
+		j.epoch = r.Epoch
+		return nil
+	}
+	e := j.entries[r.ID]
+	if e == nil {
+		e = &Entry{ID: r.ID}
+		j.entries[r.ID] = e
+		j.order = append(j.order, r.ID)
+	}
+	if len(r.Digest) == 32 {
+		e.Digest = [32]byte(r.Digest)
+	}
+	if r.NotAfterMS != 0 {
+		e.NotAfter = time.UnixMilli(r.NotAfterMS)
+	}
+	if r.Command != nil {
+		e.Command = new(agentv1.SignedCommand)
+		if err := proto.Unmarshal(r.Command, e.Command); err != nil {
+			return fmt.Errorf("decode command %s: %w", r.ID, err)
+		}
+	}
+	if r.Result != nil {
+		e.Result = new(agentv1.CommandResult)
+		if err := proto.Unmarshal(r.Result, e.Result); err != nil {
+			return fmt.Errorf("decode result of %s: %w", r.ID, err)
+		}
+	}
+	switch e.State = State(r.Type); e.State {
+	case Received, Started:
+	case Done, Cancelled:
+		e.Command = nil
+	case Acked:
+		e.Command, e.Result = nil, nil
+	default:
+		return fmt.Errorf("record of type %q is unknown", r.Type)
+	}
+	return nil
+}
+
+// Epoch names this journal's life.
+func (j *Journal) Epoch() string { return j.epoch }
+
+// Durable reports whether the journal outlives the process.
+func (j *Journal) Durable() bool { return j.log != nil }
+
+// Damaged reports whether Open had to set a damaged file aside.
+func (j *Journal) Damaged() bool { return j.damaged }
+
+// Get finds a command.
+func (j *Journal) Get(id string) (Entry, bool) {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	e, ok := j.entries[id]
+	if !ok {
+		return Entry{}, false
+	}
+	return *e, true
+}
+
+// Open returns every command that is not acked, in order of receipt.
+func (j *Journal) Open() []Entry {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	var open []Entry
+	for _, id := range j.order {
+		if e := j.entries[id]; e != nil && e.State != Acked {
+			open = append(open, *e)
+		}
+	}
+	return open
+}
+
+// Received notes a new command.
+func (j *Journal) Received(id string, digest [32]byte, notAfter time.Time, c *agentv1.SignedCommand) error {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	if _, ok := j.entries[id]; ok {
+		return errs.New(errs.Internal, "journal: command %s was received before", id)
+	}
+	return j.put(&Entry{ID: id, Digest: digest, State: Received, NotAfter: notAfter, Command: c})
+}
+
+// Started notes that effects may follow.
+func (j *Journal) Started(id string) error {
+	return j.move(id, Started, nil, Received)
+}
+
+// Done notes a command's one result.
+func (j *Journal) Done(id string, result *agentv1.CommandResult) error {
+	return j.move(id, Done, result, Received, Started)
+}
+
+// Cancelled notes that a command was cancelled before it started, or before it
+// came at all; such a one is remembered until notAfter, the latest that it
+// can still be valid.
+func (j *Journal) Cancelled(id string, notAfter time.Time, result *agentv1.CommandResult) error {
+	j.mu.Lock()
+	_, known := j.entries[id]
+	if !known {
+		defer j.mu.Unlock()
+		return j.put(&Entry{ID: id, State: Cancelled, NotAfter: notAfter, Result: result})
+	}
+	j.mu.Unlock()
+	return j.move(id, Cancelled, result, Received)
+}
+
+// Acked notes that the gateway has the result. It is no error to say so twice.
+func (j *Journal) Acked(id string) error {
+	if e, ok := j.Get(id); ok && e.State == Acked {
+		return nil
+	}
+	return j.move(id, Acked, nil, Done, Cancelled)
+}
+
+func (j *Journal) move(id string, to State, result *agentv1.CommandResult, from ...State) error {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	e, ok := j.entries[id]
+	if !ok {
+		return errs.New(errs.Internal, "journal: command %s is unknown", id)
+	}
+	for _, s := range from {
+		if e.State == s {
+			next := *e
+			next.State = to
+			switch to {
+			case Done, Cancelled:
+				next.Command, next.Result = nil, result
+			case Acked:
+				next.Command, next.Result = nil, nil
+			}
+			return j.put(&next)
+		}
+	}
+	return errs.New(errs.Internal, "journal: command %s cannot go from %s to %s", id, e.State, to)
+}
+
+// put writes e's step and then makes it the truth. The caller holds mu.
+func (j *Journal) put(e *Entry) error {
+	old, known := j.entries[e.ID]
+	if !known && len(j.entries) >= maxEntries {
+		return errs.Retry(errs.LaneFull, "the journal holds %d commands and takes no more for now", maxEntries)
+	}
+	if j.log != nil {
+		r, err := encode(e, known && old.State != e.State)
+		if err != nil {
+			return err
+		}
+		if err := j.log.Append(r, true); err != nil {
+			return errs.Retry(errs.NoSpace, "journal: %v", err)
+		}
+	}
+	j.entries[e.ID] = e
+	if !known {
+		j.order = append(j.order, e.ID)
+	}
+	return nil
+}
+
+// encode makes e's record; a step of a known command leaves out what an
+// earlier record of it said.
+func encode(e *Entry, step bool) ([]byte, error) {
+	r := record{Type: string(e.State), ID: e.ID}
+	if !step {
+		r.NotAfterMS = e.NotAfter.UnixMilli()
+		if e.Digest != [32]byte{} {
+			r.Digest = e.Digest[:]
+		}
+	}
+	var err error
+	if e.Command != nil && !step {
+		if r.Command, err = proto.Marshal(e.Command); err != nil {
+			return nil, fmt.Errorf("encode command %s: %w", e.ID, err)
+		}
+	}
+	if e.Result != nil {
+		if r.Result, err = proto.Marshal(e.Result); err != nil {
+			return nil, fmt.Errorf("encode result of %s: %w", e.ID, err)
+		}
+	}
+	return json.Marshal(r)
+}
+
+// Compact forgets tombstones whose time has passed at now, which must be
+// gateway time: an unset clock could forget too early. It rewrites the file
+// once that is worth it.
+func (j *Journal) Compact(now time.Time) error {
+	j.mu.Lock()
+	defer j.mu.Unlock()
+	order := j.order[:0:0]
+	for _, id := range j.order {
+		if e := j.entries[id]; e.State == Acked && now.After(e.NotAfter.Add(tombstoneLife)) {
+			delete(j.entries, id)
+			continue
+		}
+		order = append(order, id)
+	}
+	j.order = order
+	if j.log == nil || j.log.Size() < compactBytes {
+		return nil
+	}
+	records := j.records()
+	var live int64
+	for _, r := range records {
+		live += int64(len(r))
+	}
+	if j.log.Size() < 2*live {
+		return nil
+	}
+	if err := j.log.Replace(records); err != nil {
+		return fmt.Errorf("compact journal: %w", err)
+	}
+	return nil
+}
+
+// records is the whole journal in its shortest form.
+func (j *Journal) records() [][]byte {
+	// These encode strings, byte slices and messages that were decoded or
+	// encoded before: they cannot fail.
+	head, _ := json.Marshal(record{Type: "epoch", Epoch: j.epoch})
+	records := [][]byte{head}
+	for _, id := range j.order {
+		if r, err := encode(j.entries[id], false); err == nil {
+			records = append(records, r)
+		}
+	}
+	return records
+}
+
+// Close releases the file.
+func (j *Journal) Close() error {
+	if j.log == nil {
+		return nil
+	}
+	return j.log.Close()
+}

@@ -1,0 +1,10 @@
+//go:build !linux
+
+package agent
+
+import (
+	"net"
+	"time"
+)
+
+func setUserTimeout(net.Conn, time.Duration) {}
