@@ -1,0 +1,68 @@
+package host
+
+import (
+	"crypto/sha256"
+	"errors"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"testing"
+
+	"golang.org/x/sys/unix"
+)
+
+func TestOpenPinnedKeepsWritersOut(t *testing.T) {
+	content, err := os.ReadFile("/bin/true")
+	if err != nil {
+		t.Fatal(err)
+	}
+	path := filepath.Join(t.TempDir(), "plugin")
+	if err := os.WriteFile(path, content, 0o755); err != nil {
+		t.Fatal(err)
+	}
+	f, err := openPinned(path, sha256.Sum256(content))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if _, err := unix.Open(path, unix.O_WRONLY|unix.O_NONBLOCK, 0); !errors.Is(err, unix.EAGAIN) {
+		t.Errorf("open for writing between hash and exec: %v, want EAGAIN", err)
+	}
+	f.Close()
+	fd, err := unix.Open(path, unix.O_WRONLY|unix.O_NONBLOCK, 0)
+	if err != nil {
+		t.Fatalf("open for writing afterwards: %v", err)
+	}
+	unix.Close(fd)
+	link := path + ".link"
+	if err := os.Symlink(path, link); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := openPinned(link, sha256.Sum256(content)); err == nil {
+		t.Error("a symbolic link was opened")
+	}
+}
+
+func TestSealedCopyRuns(t *testing.T) {
+	f, err := os.Open("/bin/true")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	m, err := sealedCopy(f, "plugin")
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer m.Close()
+	cmd := exec.Cmd{Path: "/proc/self/fd/3", Args: []string{"plugin"}, ExtraFiles: []*os.File{m}}
+	if err := cmd.Run(); err != nil {
+		t.Errorf("run the copy: %v", err)
+	}
+	if w, err := os.OpenFile("/proc/self/fd/"+strconv.Itoa(int(m.Fd())), os.O_WRONLY, 0); err == nil {
+		_, err = w.Write([]byte("x"))
+		w.Close()
+		if err == nil {
+			t.Error("the copy was written to")
+		}
+	}
+}
