@@ -1,0 +1,251 @@
+// Package addressbook remembers which credential, pin and driver belong to
+// each BMC address, so that no address is ever sent another's credential.
+package addressbook
+
+import (
+	"bytes"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"io/fs"
+	"os"
+	"path/filepath"
+	"sort"
+	"strings"
+	"sync"
+	"syscall"
+
+	"github.com/better-compute/site-appliance/appliance/base/atomicfile"
+	"github.com/better-compute/site-appliance/appliance/base/errs"
+)
+
+// maxBindings bounds the book: more BMCs than a site has.
+const maxBindings = 8192
+
+// format is the version of the file.
+const format = 1
+
+var errDamaged = errors.New("the file is damaged")
+
+type binding struct {
+	Address        string `json:"address"`
+	Driver         string `json:"driver"`
+	CredentialsRef string `json:"credentials_ref"`
+	Pin            string `json:"tls_spki_sha256,omitempty"`
+}
+
+type file struct {
+	Version  int       `json:"version"`
+	Bindings []binding `json:"bindings"`
+}
+
+// Book is the address book. It is safe for concurrent use.
+type Book struct {
+	path string
+
+	mu       sync.Mutex
+	bindings map[string]binding
+}
+
+// Open reads the book at path; a missing file is an empty book. With path ""
+// the book lives in memory. A damaged file is an error, and the caller decides
+// whether to put it aside: an empty book trusts the next signed use again.
+func Open(path string) (*Book, error) {
+	b := &Book{path: path, bindings: map[string]binding{}}
+	if path == "" {
+		return b, nil
+	}
+	data, err := os.ReadFile(path)
+	if errors.Is(err, fs.ErrNotExist) {
+		return b, nil
+	}
+	if err != nil {
+		return nil, fmt.Errorf("open address book: %w", err)
+	}
+	if err := b.parse(data); err != nil {
+		return nil, fmt.Errorf("open address book %s: %w: %w", path, errDamaged, err)
+	}
+	return b, nil
+}
+
+// OpenOrSetAside is Open for a box that nobody visits: a damaged file is
+// renamed to path + ".damaged", whose name it returns, and the book starts
+// empty, so that the next signed use of each address teaches it again.
+func OpenOrSetAside(path string) (b *Book, aside string, err error) {
+	b, err = Open(path)
+	if !errors.Is(err, errDamaged) {
+		return b, "", err
+	}
+	aside = path + ".damaged"
+	if err := os.Rename(path, aside); err != nil {
+		return nil, "", fmt.Errorf("set damaged address book aside: %w", err)
+	}
+	if err := atomicfile.SyncDir(filepath.Dir(path)); err != nil {
+		return nil, "", fmt.Errorf("set damaged address book aside: %w", err)
+	}
+	b, err = Open(path)
+	return b, aside, err
+}
+
+func (b *Book) parse(data []byte) error {
+	dec := json.NewDecoder(bytes.NewReader(data))
+	dec.DisallowUnknownFields()
+	var f file
+	if err := dec.Decode(&f); err != nil {
+		return err
+	}
+	if f.Version != format {
+		return fmt.Errorf("version %d, want %d", f.Version, format)
+	}
+	if len(f.Bindings) > maxBindings {
+		return fmt.Errorf("%d bindings, more than %d", len(f.Bindings), maxBindings)
+	}
+	for _, e := range f.Bindings {
+		address, err := Normalise(e.Address, e.Driver)
+		if err != nil {
+			return err
+		}
+		if _, twice := b.bindings[address]; twice || address != e.Address {
+			return fmt.Errorf("address %q stands twice or is not in its plain form", e.Address)
+		}
+		b.bindings[address] = e
+	}
+	return nil
+}
+
+// Check says whether Bind would be refused, without learning anything.
+func (b *Book) Check(addr, pin, credRef, driver string) error {
+	want, err := bindingOf(addr, pin, credRef, driver)
+	if err != nil {
+		return err
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	have, known := b.bindings[want.Address]
+	if !known {
+		return nil
+	}
+	return have.compare(want)
+}
+
+// Bind ties the address to its credential reference, pin and driver. The first
+// use learns, and is on disk before Bind returns; learned says that it was this
+// one. Any later use that differs is refused with binding-mismatch.
+func (b *Book) Bind(addr, pin, credRef, driver string) (learned bool, err error) {
+	want, err := bindingOf(addr, pin, credRef, driver)
+	if err != nil {
+		return false, err
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if have, known := b.bindings[want.Address]; known {
+		return false, have.compare(want)
+	}
+	if len(b.bindings) >= maxBindings {
+		return false, errs.New(errs.NoSpace, "the address book holds %d BMCs already", maxBindings)
+	}
+	b.bindings[want.Address] = want
+	if err := b.save(); err != nil {
+		delete(b.bindings, want.Address)
+		return false, err
+	}
+	return true, nil
+}
+
+// Forget takes back a binding whose first use never reached the BMC.
+func (b *Book) Forget(addr, driver string) error {
+	address, err := Normalise(addr, driver)
+	if err != nil {
+		return err
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	have, known := b.bindings[address]
+	if !known {
+		return nil
+	}
+	delete(b.bindings, address)
+	if err := b.save(); err != nil {
+		b.bindings[address] = have
+		return err
+	}
+	return nil
+}
+
+// Has reports whether addr, with or without scheme and port, belongs to a known
+// BMC. Without a port any port of that host counts. What is not an address at
+// all is in no book.
+func (b *Book) Has(addr string) bool {
+	host, port, err := split(addr[len(scheme.FindString(addr)):])
+	if err != nil {
+		return false
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for address := range b.bindings {
+		h, p, err := split(address)
+		if err == nil && h == host && (port == "" || p == port) {
+			return true
+		}
+	}
+	return false
+}
+
+// Addresses are all known addresses as host:port, sorted.
+func (b *Book) Addresses() []string {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	out := make([]string, 0, len(b.bindings))
+	for address := range b.bindings {
+		out = append(out, address)
+	}
+	sort.Strings(out)
+	return out
+}
+
+func bindingOf(addr, pin, credRef, driver string) (binding, error) {
+	address, err := Normalise(addr, driver)
+	if err != nil {
+		return binding{}, err
+	}
+	return binding{Address: address, Driver: driver, CredentialsRef: credRef, Pin: strings.ToLower(pin)}, nil
+}
+
+func (have binding) compare(want binding) error {
+	what := ""
+	switch {
+	case have.CredentialsRef != want.CredentialsRef:
+		what = "credential"
+	case have.Pin != want.Pin:
+		what = "key pin"
+	case have.Driver != want.Driver:
+		what = "driver"
+	default:
+		return nil
+	}
+	return errs.New(errs.BindingMismatch, "%s is bound to another %s", have.Address, what)
+}
+
+// save writes the whole book; the caller holds mu.
+func (b *Book) save() error {
+	if b.path == "" {
+		return nil
+	}
+	f := file{Version: format, Bindings: make([]binding, 0, len(b.bindings))}
+	for _, e := range b.bindings {
+		f.Bindings = append(f.Bindings, e)
+	}
+	sort.Slice(f.Bindings, func(i, j int) bool { return f.Bindings[i].Address < f.Bindings[j].Address })
+	data, err := json.MarshalIndent(f, "", "  ")
+	if err != nil {
+		return fmt.Errorf("save address book: %w", err)
+	}
+	err = atomicfile.Write(b.path, append(data, '\n'), 0o600)
+	if errors.Is(err, syscall.ENOSPC) {
+		return fmt.Errorf("save address book: %w", errs.Retry(errs.NoSpace, "%v", err))
+	}
+	if err != nil {
+		return fmt.Errorf("save address book: %w", err)
+	}
+	return nil
+}

@@ -1,0 +1,75 @@
+package bmctest
+
+import (
+	"context"
+	"fmt"
+	"sync"
+)
+
+// Fake is a Machine without a machine: it keeps its state and what was asked of it.
+type Fake struct {
+	mu    sync.Mutex
+	on    bool
+	calls []string
+	err   error
+	deaf  bool
+}
+
+// NewFake is a machine that is off.
+func NewFake() *Fake { return &Fake{} }
+
+// Fail makes every action fail with err until it is nil again.
+func (f *Fake) Fail(err error) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.err = err
+}
+
+// IgnoreSoft makes the operating system deaf to a soft power-off.
+func (f *Fake) IgnoreSoft(deaf bool) {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	f.deaf = deaf
+}
+
+// Calls are the actions so far, such as "PowerOn pxe efi once".
+func (f *Fake) Calls() []string {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return append([]string(nil), f.calls...)
+}
+
+func (f *Fake) do(on bool, format string, args ...any) error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.err != nil {
+		return f.err
+	}
+	f.calls = append(f.calls, fmt.Sprintf(format, args...))
+	f.on = on
+	return nil
+}
+
+// PowerOn implements Machine.
+func (f *Fake) PowerOn(_ context.Context, dev BootDevice) error { return f.do(true, "PowerOn %s", dev) }
+
+// PowerOff implements Machine.
+func (f *Fake) PowerOff(context.Context) error { return f.do(false, "PowerOff") }
+
+// Soft implements Machine: the machine goes off at once, unless it is deaf.
+func (f *Fake) Soft(context.Context) error {
+	f.mu.Lock()
+	deaf := f.deaf
+	f.mu.Unlock()
+	return f.do(deaf, "Soft")
+}
+
+// Reset implements Machine.
+func (f *Fake) Reset(context.Context) error { return f.do(true, "Reset") }
+
+// Running implements Machine.
+func (f *Fake) Running() bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	return f.on
+}
