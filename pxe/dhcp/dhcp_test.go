@@ -1,0 +1,372 @@
+package dhcp
+
+import (
+	"encoding/hex"
+	"log/slog"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+	"time"
+
+	"github.com/insomniacslk/dhcp/dhcpv4"
+	"github.com/insomniacslk/dhcp/iana"
+
+	"github.com/better-compute/site-appliance/pxe/decide"
+	"github.com/better-compute/site-appliance/pxe/lease"
+)
+
+var t0 = time.Unix(1_800_000_000, 0)
+
+// captured is a packet of testdata.
+func captured(t testing.TB, name string) *dhcpv4.DHCPv4 {
+	t.Helper()
+	text, err := os.ReadFile(filepath.Join("testdata", name+".hex"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	raw, err := hex.DecodeString(strings.Join(strings.Fields(string(text)), ""))
+	if err != nil {
+		t.Fatal(err)
+	}
+	d, err := dhcpv4.FromBytes(raw)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return d
+}
+
+// newServer is one without sockets, at 10.77.0.1/24 with a pool from .150 to .199.
+func newServer(t testing.TB, boot func(Who) string) *Server {
+	t.Helper()
+	table, err := lease.Open(filepath.Join(t.TempDir(), "leases"), lease.Pool{
+		First: netip.MustParseAddr("10.77.0.150"), Last: netip.MustParseAddr("10.77.0.199")})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { table.Close() })
+	return &Server{kept: true, cfg: Config{Address: netip.MustParsePrefix("10.77.0.1/24"), Leases: table,
+		Boot: func(w Who, _ netip.Addr, _ Step) string { return boot(w) },
+		Now:  func() time.Time { return t0 }, Log: slog.New(slog.DiscardHandler)}}
+}
+
+func nothing(Who) string { return "" }
+
+func TestClassifyCaptures(t *testing.T) {
+	for _, tt := range []struct {
+		file string
+		want decide.Client
+		arch int
+	}{
+		{"edk2-uefi-discover", decide.UEFI, 7},
+		{"edk2-uefi-request", decide.UEFI, 7},
+		{"ipxe-uefi-discover", decide.IPXE, 7},
+		{"ipxe-uefi-request", decide.IPXE, 7},
+		{"ipxe-bios-discover", decide.IPXE, 0},
+		{"ipxe-bios-request", decide.IPXE, 0},
+		{"linux-discover", decide.System, -1},
+		{"linux-request", decide.System, -1},
+	} {
+		got := classify(captured(t, tt.file))
+		if got.Client != tt.want || got.Arch != tt.arch || got.UUID != "" {
+			t.Errorf("classify(%s) = %+v, want %v, %d and no UUID", tt.file, got, tt.want, tt.arch)
+		}
+	}
+}
+
+// built is a request made from what reports say, not captured.
+func built(t testing.TB, class string, archs []iana.Arch, user string, features []byte) *dhcpv4.DHCPv4 {
+	t.Helper()
+	mods := []dhcpv4.Modifier{}
+	if class != "" {
+		mods = append(mods, dhcpv4.WithOption(dhcpv4.OptClassIdentifier(class)))
+	}
+	if archs != nil {
+		mods = append(mods, dhcpv4.WithOption(dhcpv4.OptClientArch(archs...)))
+	}
+	if user != "" {
+		mods = append(mods, dhcpv4.WithGeneric(dhcpv4.OptionUserClassInformation, []byte(user)))
+	}
+	if features != nil {
+		mods = append(mods, dhcpv4.WithGeneric(dhcpv4.GenericOptionCode(optionIPXE), features))
+	}
+	d, err := dhcpv4.NewDiscovery(net.HardwareAddr{0x52, 0x54, 0, 0, 0, 1}, mods...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return d
+}
+
+func TestClassifyBuilt(t *testing.T) {
+	type archs = []iana.Arch
+	for _, tt := range []struct {
+		name, class string
+		archs       archs
+		user        string
+		features    []byte
+		want        decide.Client
+		arch        int
+	}{
+		{"BIOS ROM", "PXEClient:Arch:00000:UNDI:002001", archs{0}, "", nil, decide.BIOS, 0},
+		{"UEFI as 9", "PXEClient:Arch:00009:UNDI:003016", archs{9}, "", nil, decide.UEFI, 9},
+		{"HTTP boot", "HTTPClient:Arch:00016:UNDI:003001", archs{16}, "", nil, decide.UEFIHTTP, 16},
+		{"HTTP boot, arm64", "HTTPClient:Arch:00019:UNDI:003001", archs{19}, "", nil, decide.OtherArch, 19},
+		{"arm64", "PXEClient:Arch:00011:UNDI:003000", archs{11}, "", nil, decide.OtherArch, 11},
+		{"IA32", "PXEClient:Arch:00006:UNDI:003000", archs{6}, "", nil, decide.OtherArch, 6},
+		{"the second of two", "PXEClient:Arch:00006:UNDI:003000", archs{6, 7}, "", nil, decide.UEFI, 7},
+		{"no option 93", "PXEClient:Arch:00007:UNDI:003000", nil, "", nil, decide.UEFI, 7},
+		{"no architecture at all", "PXEClient", nil, "", nil, decide.BIOS, 0},
+		{"iPXE with RFC 3004's length", "PXEClient:Arch:00007:UNDI:003010", archs{7}, "\x04iPXE", nil, decide.IPXE, 7},
+		{"iPXE with HTTP", "PXEClient:Arch:00000:UNDI:002001", archs{0}, "iPXE", []byte{0x21, 1, 1, 0x13, 1, 1}, decide.IPXE, 0},
+		{"iPXE without HTTP", "PXEClient:Arch:00000:UNDI:002001", archs{0}, "iPXE", []byte{0x21, 1, 1}, decide.BIOS, 0},
+		{"iPXE, torn features", "PXEClient:Arch:00000:UNDI:002001", archs{0}, "iPXE", []byte{0x13, 9, 1}, decide.BIOS, 0},
+		{"iPXE on arm64", "PXEClient:Arch:00011:UNDI:003010", archs{11}, "iPXE", nil, decide.OtherArch, 11},
+		{"a system that tells an architecture", "", archs{7}, "", nil, decide.System, 7},
+		{"nothing", "", nil, "", nil, decide.System, -1},
+	} {
+		if got := classify(built(t, tt.class, tt.archs, tt.user, tt.features)); got.Client != tt.want || got.Arch != tt.arch {
+			t.Errorf("classify(%s) = %v, %d, want %v, %d", tt.name, got.Client, got.Arch, tt.want, tt.arch)
+		}
+	}
+}
+
+func TestUUID(t *testing.T) {
+	id := func(b ...byte) []byte { return append([]byte{0}, b...) }
+	for _, tt := range []struct {
+		in   []byte
+		want string
+	}{
+		{id(0x33, 0x22, 0x11, 0, 0x55, 0x44, 0x77, 0x66, 0x88, 0x99, 0xaa, 0xbb, 0xcc, 0xdd, 0xee, 0xff), "00112233-4455-6677-8899-aabbccddeeff"},
+		{id(make([]byte, 16)...), ""},
+		{id([]byte(strings.Repeat("\xff", 16))...), ""},
+		{id(1, 2, 3), ""},
+	} {
+		d := built(t, "", nil, "", nil)
+		d.UpdateOption(dhcpv4.OptGeneric(dhcpv4.OptionClientMachineIdentifier, tt.in))
+		if got := uuid(d); got != tt.want {
+			t.Errorf("uuid(%x) = %q, want %q", tt.in, got, tt.want)
+		}
+	}
+}
+
+// TestChain is a machine's way through firmware, iPXE and system, from captures.
+func TestChain(t *testing.T) {
+	const script = "http://10.77.0.1/boot/52-54-00-00-00-07/script.ipxe"
+	s := newServer(t, func(w Who) string {
+		switch w.Client {
+		case decide.UEFI:
+			return "snponly.efi"
+		case decide.IPXE:
+			return script
+		}
+		return ""
+	})
+	var first net.IP
+	for _, tt := range []struct {
+		file string
+		kind dhcpv4.MessageType
+		boot string
+	}{
+		{"edk2-uefi-discover", dhcpv4.MessageTypeOffer, "snponly.efi"},
+		{"edk2-uefi-request", dhcpv4.MessageTypeAck, "snponly.efi"},
+		{"ipxe-uefi-discover", dhcpv4.MessageTypeOffer, script},
+		{"ipxe-uefi-request", dhcpv4.MessageTypeAck, script},
+		{"linux-discover", dhcpv4.MessageTypeOffer, ""},
+		{"linux-request", dhcpv4.MessageTypeAck, ""},
+	} {
+		req := captured(t, tt.file)
+		if first != nil && req.MessageType() == dhcpv4.MessageTypeRequest {
+			req.UpdateOption(dhcpv4.OptRequestedIPAddress(first))
+		}
+		reply := s.handle(req)
+		if reply == nil {
+			t.Fatalf("handle(%s) = nil", tt.file)
+		}
+		reply, err := dhcpv4.FromBytes(reply.ToBytes()) // as the client reads it
+		if err != nil {
+			t.Fatal(err)
+		}
+		if first == nil {
+			first = reply.YourIPAddr
+		}
+		siaddr := "0.0.0.0"
+		if tt.boot != "" {
+			siaddr = "10.77.0.1"
+		}
+		if reply.MessageType() != tt.kind || !reply.YourIPAddr.Equal(first) || reply.TransactionID != req.TransactionID {
+			t.Errorf("handle(%s) = %s for %s, want %s for %s", tt.file, reply.MessageType(), reply.YourIPAddr, tt.kind, first)
+		}
+		option := strings.TrimSuffix(reply.BootFileNameOption(), "\x00")
+		if reply.BootFileName != tt.boot || option != tt.boot || reply.ServerIPAddr.String() != siaddr {
+			t.Errorf("handle(%s): file %q, option 67 %q, siaddr %s, want %q, the same and %s", tt.file, reply.BootFileName, option, reply.ServerIPAddr, tt.boot, siaddr)
+		}
+		if got := reply.ClassIdentifier(); got != "" {
+			t.Errorf("handle(%s): option 60 = %q, want none", tt.file, got)
+		}
+		if got := reply.ServerIdentifier().String(); got != "10.77.0.1" {
+			t.Errorf("handle(%s): server = %s", tt.file, got)
+		}
+		if got := reply.SubnetMask().String(); got != "ffffff00" {
+			t.Errorf("handle(%s): mask = %s", tt.file, got)
+		}
+		if got := reply.IPAddressLeaseTime(0); got != leaseTime {
+			t.Errorf("handle(%s): lease = %v, want %v", tt.file, got, leaseTime)
+		}
+	}
+}
+
+func TestHTTPBootGetsItsClassBack(t *testing.T) {
+	const url = "http://10.77.0.1/boot/52-54-00-00-00-01/snponly.efi"
+	s := newServer(t, func(Who) string { return url })
+	reply := s.handle(built(t, "HTTPClient:Arch:00016:UNDI:003001", []iana.Arch{16}, "", nil))
+	if reply == nil || reply.ClassIdentifier() != "HTTPClient" || reply.BootFileName != url {
+		t.Errorf("handle(HTTP boot) = %v, want option 60 HTTPClient and the URL", reply)
+	}
+}
+
+func TestRequestStates(t *testing.T) {
+	mac := net.HardwareAddr{0x52, 0x54, 0, 0, 0, 1}
+	ip := func(s string) net.IP { return net.ParseIP(s).To4() }
+	for _, tt := range []struct {
+		name                      string
+		server, requested, ciaddr string
+		want                      dhcpv4.MessageType // None for silence
+	}{
+		{"selecting", "10.77.0.1", "10.77.0.160", "", dhcpv4.MessageTypeAck},
+		{"selecting another server", "10.77.0.2", "10.77.0.160", "", dhcpv4.MessageTypeNone},
+		{"selecting what another has", "10.77.0.1", "10.77.0.170", "", dhcpv4.MessageTypeNak},
+		{"init-reboot", "", "10.77.0.160", "", dhcpv4.MessageTypeAck},
+		{"init-reboot from another net", "", "192.0.2.9", "", dhcpv4.MessageTypeNak},
+		{"renewing", "", "", "10.77.0.160", dhcpv4.MessageTypeAck},
+		{"renewing what another has", "", "", "10.77.0.170", dhcpv4.MessageTypeNak},
+		{"nothing asked", "", "", "", dhcpv4.MessageTypeNone},
+	} {
+		s := newServer(t, nothing)
+		if _, err := s.cfg.Leases.Bind("52:54:00:00:00:99", netip.MustParseAddr("10.77.0.170"), t0, t0.Add(time.Hour)); err != nil {
+			t.Fatal(err)
+		}
+		req, err := dhcpv4.New(dhcpv4.WithHwAddr(mac), dhcpv4.WithMessageType(dhcpv4.MessageTypeRequest))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if tt.server != "" {
+			req.UpdateOption(dhcpv4.OptServerIdentifier(ip(tt.server)))
+		}
+		if tt.requested != "" {
+			req.UpdateOption(dhcpv4.OptRequestedIPAddress(ip(tt.requested)))
+		}
+		if tt.ciaddr != "" {
+			req.ClientIPAddr = ip(tt.ciaddr)
+		}
+		got := dhcpv4.MessageTypeNone
+		if reply := s.handle(req); reply != nil {
+			got = reply.MessageType()
+		}
+		if got != tt.want {
+			t.Errorf("handle(%s) = %s, want %s", tt.name, got, tt.want)
+		}
+	}
+}
+
+func TestDropped(t *testing.T) {
+	for name, edit := range map[string]func(*dhcpv4.DHCPv4){
+		"a reply":       func(d *dhcpv4.DHCPv4) { d.OpCode = dhcpv4.OpcodeBootReply },
+		"relayed":       func(d *dhcpv4.DHCPv4) { d.GatewayIPAddr = net.IPv4(10, 9, 9, 9) },
+		"no ethernet":   func(d *dhcpv4.DHCPv4) { d.HWType = iana.HWTypeInfiniband },
+		"short MAC":     func(d *dhcpv4.DHCPv4) { d.ClientHWAddr = d.ClientHWAddr[:4] },
+		"multicast MAC": func(d *dhcpv4.DHCPv4) { d.ClientHWAddr = net.HardwareAddr{1, 0, 0, 0, 0, 1} },
+		"BOOTP":         func(d *dhcpv4.DHCPv4) { d.DeleteOption(dhcpv4.OptionDHCPMessageType) },
+		"server's kind": func(d *dhcpv4.DHCPv4) { d.UpdateOption(dhcpv4.OptMessageType(dhcpv4.MessageTypeOffer)) },
+	} {
+		s := newServer(t, nothing)
+		req := built(t, "", nil, "", nil)
+		if s.handle(req) == nil {
+			t.Fatal("handle(plain discover) = nil, want an offer")
+		}
+		edit(req)
+		if got := s.handle(req); got != nil {
+			t.Errorf("handle(%s) = %s, want silence", name, got.MessageType())
+		}
+	}
+}
+
+func TestFullPoolIsSilent(t *testing.T) {
+	s := newServer(t, nothing)
+	for i := range 51 {
+		req := built(t, "", nil, "", nil)
+		req.ClientHWAddr = net.HardwareAddr{0x52, 0x54, 0, 0, 1, byte(i)}
+		if got, want := s.handle(req) != nil, i < 50; got != want {
+			t.Errorf("machine %d is offered an address: %v, want %v", i+1, got, want)
+		}
+	}
+}
+
+func TestRoute(t *testing.T) {
+	s := newServer(t, nothing)
+	plain := built(t, "", nil, "", nil)
+	flagged := built(t, "", nil, "", nil)
+	flagged.SetBroadcast()
+	plain.SetUnicast()
+	renew, _ := dhcpv4.New(dhcpv4.WithHwAddr(plain.ClientHWAddr), dhcpv4.WithMessageType(dhcpv4.MessageTypeRequest), dhcpv4.WithClientIP(net.IPv4(10, 77, 0, 160)))
+	foreign, _ := dhcpv4.New(dhcpv4.WithHwAddr(plain.ClientHWAddr), dhcpv4.WithMessageType(dhcpv4.MessageTypeRequest), dhcpv4.WithClientIP(net.IPv4(192, 0, 2, 1)))
+	for _, tt := range []struct {
+		name    string
+		req     *dhcpv4.DHCPv4
+		mac, ip string
+	}{
+		{"no flag: a frame to the MAC", plain, "52:54:00:00:00:01", "yiaddr"},
+		{"broadcast flag", flagged, "ff:ff:ff:ff:ff:ff", "255.255.255.255"},
+		{"renewal: by the kernel", renew, "", "10.77.0.160"},
+		{"NAK: to all", foreign, "ff:ff:ff:ff:ff:ff", "255.255.255.255"},
+	} {
+		reply := s.handle(tt.req)
+		if reply == nil {
+			t.Fatalf("%s: no reply", tt.name)
+		}
+		got := route(tt.req, reply)
+		want := tt.ip
+		if want == "yiaddr" {
+			want = reply.YourIPAddr.String()
+		}
+		if got.mac.String() != tt.mac || got.ip.String() != want {
+			t.Errorf("route(%s) = %s, %s, want %s, %s", tt.name, got.mac, got.ip, tt.mac, want)
+		}
+	}
+}
+
+func TestPacketChecksums(t *testing.T) {
+	for _, n := range []int{0, 1, 300, 301} {
+		src, dst := netip.MustParseAddr("10.77.0.1"), netip.MustParseAddr("10.77.0.160")
+		p := packet(src, dst, make([]byte, n))
+		if got := sum(0, p[:20]); got != 0xffff {
+			t.Errorf("IP checksum over %d bytes does not fit: %x", n, got)
+		}
+		if got := sum(uint32(sum(17+uint32(len(p)-20), p[12:20])), p[20:]); got != 0xffff {
+			t.Errorf("UDP checksum over %d bytes does not fit: %x", n, got)
+		}
+	}
+}
+
+func FuzzHandle(f *testing.F) {
+	names, _ := filepath.Glob("testdata/*.hex")
+	for _, name := range names {
+		f.Add(captured(f, strings.TrimSuffix(filepath.Base(name), ".hex")).ToBytes())
+	}
+	s := newServer(f, func(Who) string { return "snponly.efi" })
+	f.Fuzz(func(t *testing.T, raw []byte) {
+		req, err := dhcpv4.FromBytes(raw)
+		if err != nil {
+			return
+		}
+		reply := s.handle(req)
+		if reply == nil {
+			return
+		}
+		route(req, reply)
+		if _, err := dhcpv4.FromBytes(reply.ToBytes()); err != nil {
+			t.Errorf("the answer to %x does not parse: %v", raw, err)
+		}
+	})
+}

@@ -1,0 +1,86 @@
+package dhcp
+
+import (
+	"encoding/binary"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+
+	"github.com/insomniacslk/dhcp/dhcpv4"
+	"golang.org/x/sys/unix"
+)
+
+// framer sends UDP packets from the server's port to a MAC that answers no ARP yet.
+type framer struct {
+	fd    int
+	index int
+	src   netip.Addr
+}
+
+func newFramer(iface string, src netip.Addr) (*framer, error) {
+	i, err := net.InterfaceByName(iface)
+	if err != nil {
+		return nil, fmt.Errorf("interface %s: %w", iface, err)
+	}
+	// Protocol 0: the socket sends and receives nothing.
+	fd, err := unix.Socket(unix.AF_PACKET, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		return nil, fmt.Errorf("open packet socket: %w", os.NewSyscallError("socket", err))
+	}
+	return &framer{fd: fd, index: i.Index, src: src}, nil
+}
+
+func (f *framer) Close() error { return unix.Close(f.fd) }
+
+func (f *framer) send(mac net.HardwareAddr, dst netip.Addr, payload []byte) error {
+	to := unix.SockaddrLinklayer{Protocol: hostToNet(unix.ETH_P_IP), Ifindex: f.index, Halen: 6}
+	copy(to.Addr[:], mac)
+	return os.NewSyscallError("sendto", unix.Sendto(f.fd, packet(f.src, dst, payload), 0, &to))
+}
+
+// packet is payload in UDP (67 to 68) in IPv4, with both checksums.
+func packet(src, dst netip.Addr, payload []byte) []byte {
+	const ipLen, udpLen = 20, 8
+	b := make([]byte, ipLen+udpLen+len(payload))
+	ip, udp := b[:ipLen], b[ipLen:]
+	ip[0] = 0x45
+	ip[1] = 0xc0 // internetwork control, as DHCP servers mark their answers
+	binary.BigEndian.PutUint16(ip[2:], uint16(len(b)))
+	ip[8], ip[9] = 64, unix.IPPROTO_UDP
+	copy(ip[12:], src.AsSlice())
+	copy(ip[16:], dst.AsSlice())
+	binary.BigEndian.PutUint16(ip[10:], ^sum(0, ip))
+
+	binary.BigEndian.PutUint16(udp, dhcpv4.ServerPort)
+	binary.BigEndian.PutUint16(udp[2:], dhcpv4.ClientPort)
+	binary.BigEndian.PutUint16(udp[4:], uint16(len(udp)))
+	copy(udp[udpLen:], payload)
+	pseudo := sum(uint32(unix.IPPROTO_UDP)+uint32(len(udp)), ip[12:20])
+	check := ^sum(uint32(pseudo), udp)
+	if check == 0 {
+		check = 0xffff // zero would say "no checksum"
+	}
+	binary.BigEndian.PutUint16(udp[6:], check)
+	return b
+}
+
+// sum is the one's complement sum of RFC 1071.
+func sum(start uint32, b []byte) uint16 {
+	for ; len(b) >= 2; b = b[2:] {
+		start += uint32(binary.BigEndian.Uint16(b))
+	}
+	if len(b) == 1 {
+		start += uint32(b[0]) << 8
+	}
+	for start > 0xffff {
+		start = start>>16 + start&0xffff
+	}
+	return uint16(start)
+}
+
+func hostToNet(v uint16) uint16 {
+	var b [2]byte
+	binary.BigEndian.PutUint16(b[:], v)
+	return binary.NativeEndian.Uint16(b[:])
+}

@@ -1,0 +1,186 @@
+// Package tftp serves the boot programs to firmware, read-only, on one interface and address.
+package tftp
+
+import (
+	"bufio"
+	"context"
+	"errors"
+	"fmt"
+	"io"
+	"log/slog"
+	"net"
+	"net/netip"
+	"strings"
+	"time"
+
+	"github.com/pin/tftp/v3"
+
+	"github.com/better-compute/site-appliance/pxe/bound"
+	"github.com/better-compute/site-appliance/pxe/files"
+)
+
+// Port is TFTP's.
+const Port = 69
+
+const (
+	defaultTransfers = 128
+	defaultPerClient = 8
+	retransmit       = time.Second
+	retries          = 6
+	// overhead of IPv4, UDP and TFTP in a packet of the interface's MTU.
+	overhead = 20 + 8 + 4
+)
+
+// Outcome is how a transfer ended.
+type Outcome string
+
+const (
+	Done Outcome = "done"
+	// Probed: the client asked for the size and went away, as firmware does.
+	Probed Outcome = "probed"
+	Failed Outcome = "failed"
+)
+
+// Transfer is one that has ended.
+type Transfer struct {
+	Client  netip.Addr
+	Name    string
+	Bytes   int64
+	Outcome Outcome
+	Err     error
+}
+
+// Config is one interface's TFTP.
+type Config struct {
+	Interface string
+	Address   netip.Addr
+	// Open opens what client may read under name, a relative path with single slashes.
+	Open func(client netip.Addr, name string) (files.File, error)
+	// Ended is told of each transfer that Open allowed; it must not block.
+	Ended func(Transfer)
+	Log   *slog.Logger
+	// MaxTransfers and MaxPerClient cap what runs at once; 0: 128 and 8.
+	MaxTransfers, MaxPerClient int
+}
+
+// Server is the open socket.
+type Server struct {
+	cfg        Config
+	gate       *gate
+	mtu        int
+	retransmit time.Duration
+}
+
+// Listen opens the socket.
+func Listen(ctx context.Context, cfg Config) (*Server, error) {
+	if cfg.MaxTransfers == 0 {
+		cfg.MaxTransfers = defaultTransfers
+	}
+	if cfg.MaxPerClient == 0 {
+		cfg.MaxPerClient = defaultPerClient
+	}
+	iface, err := net.InterfaceByName(cfg.Interface)
+	if err != nil {
+		return nil, fmt.Errorf("tftp: interface %s: %w", cfg.Interface, err)
+	}
+	conn, err := bound.ListenPacket(ctx, cfg.Interface, netip.AddrPortFrom(cfg.Address, Port))
+	if err != nil {
+		return nil, fmt.Errorf("tftp: %w", err)
+	}
+	return &Server{cfg: cfg, gate: newGate(conn, cfg.MaxTransfers, cfg.MaxPerClient, time.Now), mtu: iface.MTU, retransmit: retransmit}, nil
+}
+
+// Close releases the socket of a server that does not serve.
+func (s *Server) Close() error { return s.gate.UDPConn.Close() }
+
+// Serve answers until ctx ends, and then waits for the running transfers to
+// stop, at most a few retransmissions long.
+func (s *Server) Serve(ctx context.Context) error {
+	srv := tftp.NewServer(func(name string, to io.ReaderFrom) error { return s.read(ctx, name, to) }, nil)
+	srv.SetTimeout(s.retransmit)
+	srv.SetRetries(retries)
+	srv.SetBackoff(func(int) time.Duration { return 0 })
+	// The library finds the MTU only on a plain UDP socket, and forgets TFTP's own header.
+	srv.SetBlockSizeNegotiation(false)
+	srv.SetBlockSize(s.mtu - overhead)
+	srv.SetHook(startFailures{s})
+	served := make(chan error, 1)
+	go func() { served <- srv.Serve(s.gate) }()
+	select {
+	case <-ctx.Done():
+		srv.Shutdown()
+		<-served
+		return nil
+	case err := <-served:
+		return fmt.Errorf("tftp: %w", err)
+	}
+}
+
+// What clients are told: no paths, no system's words.
+var (
+	errNotFound = errors.New("file not found")
+	errRead     = errors.New("read error")
+	errStopped  = errors.New("server stops")
+)
+
+func (s *Server) read(ctx context.Context, name string, to io.ReaderFrom) error {
+	out := to.(tftp.OutgoingTransfer)
+	remote := out.RemoteAddr()
+	from := remote.AddrPort()
+	from = netip.AddrPortFrom(from.Addr().Unmap(), from.Port())
+	defer s.gate.done(from)
+	f, err := s.cfg.Open(from.Addr(), name)
+	if err != nil {
+		s.cfg.Log.Info("TFTP request refused", "client", from.Addr().String(), "file", name, "reason", err)
+		return errNotFound
+	}
+	defer f.Close()
+	out.SetSize(f.Size())
+	src := &source{ctx: ctx, r: bufio.NewReaderSize(f, 64<<10)}
+	n, err := to.ReadFrom(src)
+	t := Transfer{Client: from.Addr(), Name: name, Bytes: n, Outcome: Done, Err: err}
+	switch {
+	case err == nil:
+	// The library words the peer's ERROR to its option acknowledgement so.
+	case n == 0 && strings.HasPrefix(err.Error(), "sending block 0: code="):
+		t.Outcome, t.Err = Probed, nil
+	default:
+		t.Outcome = Failed
+		if src.err != nil {
+			t.Err = src.err
+		}
+	}
+	s.cfg.Ended(t)
+	// The transfer has said its last word to the client already.
+	return nil
+}
+
+// source hides reading's errors from the wire and ends with the server.
+type source struct {
+	ctx context.Context
+	r   io.Reader
+	err error
+}
+
+func (s *source) Read(p []byte) (int, error) {
+	if s.ctx.Err() != nil {
+		return 0, errStopped
+	}
+	n, err := s.r.Read(p)
+	if err != nil && err != io.EOF {
+		s.err, err = err, errRead
+	}
+	return n, err
+}
+
+// startFailures hears of requests for which the library could open no socket.
+type startFailures struct{ s *Server }
+
+func (startFailures) OnSuccess(tftp.TransferStats) {}
+
+func (h startFailures) OnFailure(stats tftp.TransferStats, err error) {
+	if stats.RemoteAddr == nil && !strings.Contains(err.Error(), net.ErrClosed.Error()) {
+		h.s.gate.failed()
+		h.s.cfg.Log.Warn("TFTP transfer not started", "err", err)
+	}
+}
