@@ -1,0 +1,288 @@
+// Package config reads the agents' configuration files, strictly: site.toml on
+// a box, config.toml for bcd node and bcd site elsewhere.
+package config
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"strings"
+
+	"github.com/BurntSushi/toml"
+)
+
+// Site is site.toml.
+type Site struct {
+	// Join is the join string, or JoinFile the file that holds it. Needed until
+	// the box is enrolled.
+	Join     string `toml:"join"`
+	JoinFile string `toml:"join_file"`
+
+	Uplink  Uplink         `toml:"uplink"`
+	LAN     []LAN          `toml:"lan"`
+	Plugins Plugins        `toml:"plugins"`
+	Cache   Cache          `toml:"cache"`
+	Lanes   map[string]int `toml:"lanes"`
+}
+
+// Uplink is the interface towards the gateway. Without a MAC or a name it is
+// the first wired interface that gets a lease.
+type Uplink struct {
+	Port
+	// Address is "dhcp" (the default) or an address with its prefix length.
+	Address string   `toml:"address"`
+	Gateway string   `toml:"gateway"`
+	DNS     []string `toml:"dns"`
+}
+
+// LAN is an interface towards machines and their BMCs.
+type LAN struct {
+	Port
+	// Address is the box's own, with its prefix length.
+	Address netip.Prefix `toml:"address"`
+	// DHCP is "off" (the default) or "authoritative".
+	DHCP string `toml:"dhcp"`
+	// Range holds the first and the last address of the pool.
+	Range []netip.Addr `toml:"range"`
+}
+
+// Port picks an interface, by MAC or by name.
+type Port struct {
+	MAC       string `toml:"mac"`
+	Interface string `toml:"interface"`
+}
+
+// Plugins is the [plugins] section.
+type Plugins struct {
+	Dir        string `toml:"dir"`
+	User       string `toml:"user"`
+	Privileged string `toml:"privileged"`
+	Sandbox    *bool  `toml:"sandbox"`
+	Cgroup     string `toml:"cgroup"`
+	MemoryMax  int64  `toml:"memory_max"`
+	PidsMax    int64  `toml:"pids_max"`
+}
+
+// Sandboxed is the sandbox key with its default, true.
+func (p Plugins) Sandboxed() bool { return p.Sandbox == nil || *p.Sandbox }
+
+// PrivilegedNames splits the comma-separated list.
+func (p Plugins) PrivilegedNames() []string {
+	var names []string
+	for name := range strings.SplitSeq(p.Privileged, ",") {
+		if name = strings.TrimSpace(name); name != "" {
+			names = append(names, name)
+		}
+	}
+	return names
+}
+
+// Cache bounds the artifact cache.
+type Cache struct {
+	// MaxBytes is the most that artifacts take; 0: 80 % of the data partition.
+	MaxBytes int64 `toml:"max_bytes"`
+}
+
+// Node is config.toml of bcd node.
+type Node struct {
+	JoinFile string  `toml:"join_file"`
+	Gateway  Gateway `toml:"gateway"`
+	Plugins  Plugins `toml:"plugins"`
+}
+
+// Gateway says how a node reaches its gateway.
+type Gateway struct {
+	// Via is host:port of a box that passes connections through; empty: directly.
+	Via string `toml:"via"`
+}
+
+// lanes that [lanes] may name.
+var laneNames = []string{"query", "power", "provision", "proxy", "transfer", "update"}
+
+// LoadSite reads and checks a site.toml. Errors name file, line and key.
+func LoadSite(path string) (*Site, error) {
+	data, err := os.ReadFile(path)
+	if err != nil {
+		return nil, fmt.Errorf("read configuration: %w", err)
+	}
+	return ParseSite(path, data)
+}
+
+// ParseSite is LoadSite on bytes; name stands in errors.
+func ParseSite(name string, data []byte) (*Site, error) {
+	var s Site
+	if err := decode(name, data, &s); err != nil {
+		return nil, err
+	}
+	if err := s.check(); err != nil {
+		return nil, fmt.Errorf("%s: %w", name, err)
+	}
+	return &s, nil
+}
+
+// LoadNode reads and checks a config.toml.
+func LoadNode(path string) (*Node, error) {
+	data, err := os.ReadFile(path)
+	if err != nil {
+		return nil, fmt.Errorf("read configuration: %w", err)
+	}
+	return ParseNode(path, data)
+}
+
+// ParseNode is LoadNode on bytes.
+func ParseNode(name string, data []byte) (*Node, error) {
+	var n Node
+	if err := decode(name, data, &n); err != nil {
+		return nil, err
+	}
+	return &n, nil
+}
+
+func decode(name string, data []byte, into any) error {
+	meta, err := toml.Decode(string(data), into)
+	var perr toml.ParseError
+	if errors.As(err, &perr) {
+		return fmt.Errorf("%s:%d: %s", name, perr.Position.Line, perr.Message)
+	}
+	if err != nil {
+		return fmt.Errorf("%s: %w", name, err)
+	}
+	if unknown := meta.Undecoded(); len(unknown) > 0 {
+		key := unknown[0]
+		return fmt.Errorf("%s:%d: unknown key %q", name, lineOf(string(data), key), key.String())
+	}
+	return nil
+}
+
+// lineOf finds the line on which key is set: the last part, under the header of the rest.
+func lineOf(text string, key toml.Key) int {
+	table := strings.Join(key[:len(key)-1], ".")
+	current, line := "", 0
+	for l := range strings.SplitSeq(text, "\n") {
+		line++
+		l = strings.TrimSpace(l)
+		if strings.HasPrefix(l, "[") {
+			current = strings.Trim(l[:strings.LastIndex(l, "]")+1], "[] ")
+			if current == key.String() {
+				return line
+			}
+			continue
+		}
+		name, _, ok := strings.Cut(l, "=")
+		if ok && current == table && strings.Trim(strings.TrimSpace(name), `"'`) == key[len(key)-1] {
+			return line
+		}
+	}
+	return 0
+}
+
+func (s *Site) check() error {
+	if s.Join != "" && s.JoinFile != "" {
+		return errors.New("join and join_file are both set: keep one")
+	}
+	if err := s.Uplink.check("uplink"); err != nil {
+		return err
+	}
+	if a := s.Uplink.Address; a != "" && a != "dhcp" {
+		if _, err := netip.ParsePrefix(a); err != nil {
+			return fmt.Errorf("uplink.address = %q: want \"dhcp\" or an address with prefix length, such as 192.0.2.10/24", a)
+		}
+	}
+	if g := s.Uplink.Gateway; g != "" {
+		if _, err := netip.ParseAddr(g); err != nil {
+			return fmt.Errorf("uplink.gateway = %q: want an IP address", g)
+		}
+	}
+	for _, d := range s.Uplink.DNS {
+		if _, err := netip.ParseAddr(d); err != nil {
+			return fmt.Errorf("uplink.dns holds %q: want IP addresses", d)
+		}
+	}
+	for i, l := range s.LAN {
+		if err := l.checkLAN(fmt.Sprintf("lan %d", i+1)); err != nil {
+			return err
+		}
+	}
+	for lane, n := range s.Lanes {
+		known := false
+		for _, name := range laneNames {
+			known = known || name == lane
+		}
+		if !known {
+			return fmt.Errorf("lanes.%s: unknown lane: want one of %s", lane, strings.Join(laneNames, ", "))
+		}
+		if n < 1 || n > 1024 {
+			return fmt.Errorf("lanes.%s = %d: want 1 to 1024", lane, n)
+		}
+	}
+	if s.Cache.MaxBytes < 0 {
+		return fmt.Errorf("cache.max_bytes = %d: want 0 or more", s.Cache.MaxBytes)
+	}
+	return nil
+}
+
+func (p Port) check(where string) error {
+	if p.MAC != "" && p.Interface != "" {
+		return fmt.Errorf("%s: mac and interface are both set: keep one", where)
+	}
+	if p.MAC != "" {
+		if _, err := net.ParseMAC(p.MAC); err != nil {
+			return fmt.Errorf("%s: mac = %q: want six bytes such as 52:54:00:12:34:56", where, p.MAC)
+		}
+	}
+	return nil
+}
+
+func (l LAN) checkLAN(where string) error {
+	if err := l.check(where); err != nil {
+		return err
+	}
+	if l.MAC == "" && l.Interface == "" {
+		return fmt.Errorf("%s: mac or interface is missing", where)
+	}
+	if !l.Address.IsValid() || !l.Address.Addr().Is4() {
+		return fmt.Errorf("%s: address is missing or not IPv4 with prefix length, such as 10.0.0.1/24", where)
+	}
+	switch l.DHCP {
+	case "", "off":
+		if len(l.Range) > 0 {
+			return fmt.Errorf("%s: range is set but dhcp is off", where)
+		}
+	case "authoritative":
+		if len(l.Range) != 2 {
+			return fmt.Errorf("%s: range needs two addresses, the first and the last", where)
+		}
+		for _, a := range l.Range {
+			if !l.Address.Masked().Contains(a) {
+				return fmt.Errorf("%s: range address %s is outside of %s", where, a, l.Address.Masked())
+			}
+			if a == l.Address.Addr() {
+				return fmt.Errorf("%s: range holds the box's own address %s", where, a)
+			}
+		}
+		if l.Range[1].Less(l.Range[0]) {
+			return fmt.Errorf("%s: range ends (%s) before it starts (%s)", where, l.Range[1], l.Range[0])
+		}
+		if own := l.Address.Addr(); !own.Less(l.Range[0]) && !l.Range[1].Less(own) {
+			return fmt.Errorf("%s: range holds the box's own address %s", where, own)
+		}
+	default:
+		return fmt.Errorf("%s: dhcp = %q: want \"off\" or \"authoritative\"", where, l.DHCP)
+	}
+	return nil
+}
+
+// Name finds the interface among those that are there.
+func (p Port) Name(ifaces []net.Interface) (string, error) {
+	for _, i := range ifaces {
+		if p.Interface != "" && i.Name == p.Interface || p.MAC != "" && strings.EqualFold(i.HardwareAddr.String(), p.MAC) {
+			return i.Name, nil
+		}
+	}
+	if p.Interface != "" {
+		return "", fmt.Errorf("no interface is named %q", p.Interface)
+	}
+	return "", fmt.Errorf("no interface has MAC %s", p.MAC)
+}

@@ -1,0 +1,96 @@
+package config
+
+import (
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+const good = `
+join_file = "/run/join"
+
+[uplink]
+interface = "up0"
+
+[[lan]]
+mac = "52:54:00:00:00:02"
+address = "10.77.0.1/24"
+dhcp = "authoritative"
+range = ["10.77.0.100", "10.77.0.200"]
+
+[plugins]
+dir = "/usr/lib/bcx"
+privileged = "kata, two"
+
+[lanes]
+power = 4
+`
+
+func TestParseSite(t *testing.T) {
+	s, err := ParseSite("site.toml", []byte(good))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := s.LAN[0].Address.String(); got != "10.77.0.1/24" {
+		t.Errorf("lan address = %s", got)
+	}
+	if !s.Plugins.Sandboxed() || strings.Join(s.Plugins.PrivilegedNames(), "|") != "kata|two" {
+		t.Errorf("plugins = %+v", s.Plugins)
+	}
+}
+
+func TestParseSiteErrors(t *testing.T) {
+	for _, tt := range []struct{ old, new, want string }{
+		{`privileged =`, `privilegd =`, `site.toml:15: unknown key "plugins.privilegd"`},
+		{"[lanes]\npower", "[lanez]\npower", `site.toml:17: unknown key "lanez"`},
+		{`"52:54:00:00:00:02"`, `"52:54"`, "mac = "},
+		{`"10.77.0.200"]`, `"10.78.0.200"]`, "outside of 10.77.0.0/24"},
+		{`"10.77.0.100"`, `"10.77.0.201"`, "ends (10.77.0.200) before"},
+		{`"10.77.0.100"`, `"10.77.0.1"`, "own address"},
+		{`"authoritative"`, `"proxy"`, `want "off" or "authoritative"`},
+		{`interface = "up0"`, `interface = "up0`, "site.toml:5:"},
+		{`interface = "up0"`, "interface = \"up0\"\naddress = \"10.0.0.1\"", "uplink.address"},
+		{"power = 4", "powr = 4", "unknown lane"},
+		{"power = 4", "power = 0", "want 1 to 1024"},
+		{`join_file = "/run/join"`, "join_file = \"a\"\njoin = \"b\"", "keep one"},
+	} {
+		text := strings.Replace(good, tt.old, tt.new, 1)
+		if text == good {
+			t.Fatalf("%q is not in the good text", tt.old)
+		}
+		_, err := ParseSite("site.toml", []byte(text))
+		if err == nil || !strings.Contains(err.Error(), tt.want) {
+			t.Errorf("with %q: error %v, want it to hold %q", tt.new, err, tt.want)
+		}
+	}
+}
+
+func TestPortName(t *testing.T) {
+	mac, _ := net.ParseMAC("52:54:00:00:00:02")
+	ifaces := []net.Interface{{Name: "eth0"}, {Name: "eth1", HardwareAddr: mac}}
+	if got, err := (Port{MAC: "52:54:00:00:00:02"}).Name(ifaces); got != "eth1" || err != nil {
+		t.Errorf("by MAC: %q, %v", got, err)
+	}
+	if _, err := (Port{Interface: "eth9"}).Name(ifaces); err == nil {
+		t.Error("a missing interface was found")
+	}
+}
+
+func TestLoadNode(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "config.toml")
+	os.WriteFile(path, []byte("join_file = \"/x\"\n[gateway]\nvia = \"10.77.0.1:7443\"\n"), 0o600)
+	n, err := LoadNode(path)
+	if err != nil || n.Gateway.Via != "10.77.0.1:7443" {
+		t.Errorf("LoadNode = %+v, %v", n, err)
+	}
+	if _, err := ParseNode("config.toml", []byte("gatewy = 1")); err == nil || !strings.Contains(err.Error(), "config.toml:1") {
+		t.Errorf("unknown key: %v", err)
+	}
+}
+
+func FuzzParseSite(f *testing.F) {
+	f.Add([]byte(good))
+	f.Fuzz(func(t *testing.T, data []byte) { _, _ = ParseSite("site.toml", data) })
+}

@@ -1,0 +1,5 @@
+package console
+
+import "golang.org/x/sys/unix"
+
+const noCTTY = unix.O_NOCTTY

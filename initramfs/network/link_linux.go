@@ -1,0 +1,122 @@
+package network
+
+import (
+	"errors"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"strings"
+
+	"github.com/vishvananda/netlink"
+	"golang.org/x/sys/unix"
+)
+
+// Links changes interfaces.
+type Links interface {
+	// Up brings an interface up.
+	Up(name string) error
+	// Set makes address the interface's only IPv4 address, and gateway, if
+	// valid, its default route.
+	Set(name string, address netip.Prefix, gateway netip.Addr, metric int) error
+	// Clear takes IPv4 addresses off.
+	Clear(name string) error
+}
+
+// Kernel is the running system's links.
+type Kernel struct{}
+
+// Up implements Links.
+func (Kernel) Up(name string) error {
+	link, err := netlink.LinkByName(name)
+	if err != nil {
+		return fmt.Errorf("find interface %s: %w", name, err)
+	}
+	if err := netlink.LinkSetUp(link); err != nil {
+		return fmt.Errorf("bring %s up: %w", name, err)
+	}
+	return nil
+}
+
+// Set implements Links.
+func (Kernel) Set(name string, address netip.Prefix, gateway netip.Addr, metric int) error {
+	link, err := netlink.LinkByName(name)
+	if err != nil {
+		return fmt.Errorf("find interface %s: %w", name, err)
+	}
+	want := &netlink.Addr{IPNet: ipNet(address)}
+	old, err := netlink.AddrList(link, netlink.FAMILY_V4)
+	if err != nil {
+		return fmt.Errorf("list addresses of %s: %w", name, err)
+	}
+	have := false
+	for _, a := range old {
+		if a.IPNet.String() == want.IPNet.String() {
+			have = true
+			continue
+		}
+		if err := netlink.AddrDel(link, &a); err != nil && !errors.Is(err, unix.EADDRNOTAVAIL) {
+			return fmt.Errorf("take %s off %s: %w", a.IPNet, name, err)
+		}
+	}
+	if !have {
+		if err := netlink.AddrAdd(link, want); err != nil && !errors.Is(err, unix.EEXIST) {
+			return fmt.Errorf("give %s to %s: %w", address, name, err)
+		}
+	}
+	if !gateway.IsValid() {
+		return nil
+	}
+	route := &netlink.Route{LinkIndex: link.Attrs().Index, Gw: gateway.AsSlice(), Priority: metric, Protocol: unix.RTPROT_DHCP}
+	if !address.Contains(gateway) { // a point-to-point gateway
+		route.Flags = int(netlink.FLAG_ONLINK)
+	}
+	if err := netlink.RouteReplace(route); err != nil {
+		return fmt.Errorf("route by %s on %s: %w", gateway, name, err)
+	}
+	return nil
+}
+
+// Clear implements Links.
+func (Kernel) Clear(name string) error {
+	link, err := netlink.LinkByName(name)
+	if err != nil {
+		return fmt.Errorf("find interface %s: %w", name, err)
+	}
+	addrs, err := netlink.AddrList(link, netlink.FAMILY_V4)
+	if err != nil {
+		return fmt.Errorf("list addresses of %s: %w", name, err)
+	}
+	for _, a := range addrs {
+		if err := netlink.AddrDel(link, &a); err != nil && !errors.Is(err, unix.EADDRNOTAVAIL) {
+			return fmt.Errorf("take %s off %s: %w", a.IPNet, name, err)
+		}
+	}
+	return nil
+}
+
+func ipNet(p netip.Prefix) *net.IPNet {
+	return &net.IPNet{IP: p.Addr().AsSlice(), Mask: net.CIDRMask(p.Bits(), p.Addr().BitLen())}
+}
+
+// Harden keeps the kernel from forwarding, and from answering on one interface
+// for an address of another. procSysNet is /proc/sys/net.
+func Harden(procSysNet string) error {
+	var errs []error
+	for _, s := range []struct{ key, value string }{
+		{"ipv4/ip_forward", "0"},
+		{"ipv4/conf/all/arp_ignore", "1"},
+		{"ipv4/conf/all/arp_announce", "2"},
+		{"ipv4/conf/all/rp_filter", "1"},
+		{"ipv4/conf/default/rp_filter", "1"},
+		{"ipv4/conf/all/accept_redirects", "0"},
+		{"ipv4/conf/default/accept_redirects", "0"},
+		{"ipv4/conf/all/send_redirects", "0"},
+	} {
+		if err := os.WriteFile(filepath.Join(procSysNet, s.key), []byte(s.value), 0o644); err != nil {
+			errs = append(errs, fmt.Errorf("set net.%s: %w", strings.ReplaceAll(s.key, "/", "."), err))
+		}
+	}
+	return errors.Join(errs...)
+}

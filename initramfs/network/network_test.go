@@ -1,0 +1,270 @@
+package network
+
+import (
+	"context"
+	"encoding/json"
+	"fmt"
+	"net"
+	"net/netip"
+	"os"
+	"path/filepath"
+	"reflect"
+	"strings"
+	"sync"
+	"testing"
+	"testing/synctest"
+	"time"
+
+	"github.com/insomniacslk/dhcp/dhcpv4"
+
+	"github.com/better-compute/site-appliance/appliance/site/config"
+)
+
+var (
+	eth0 = Interface{"eth0", "52:54:00:00:00:01"}
+	eth1 = Interface{"eth1", "52:54:00:00:00:02"}
+	eth2 = Interface{"eth2", "52:54:00:00:00:03"}
+)
+
+func parse(t *testing.T, text string) *config.Site {
+	t.Helper()
+	s, err := config.ParseSite("site.toml", []byte(text))
+	if err != nil {
+		t.Fatal(err)
+	}
+	return s
+}
+
+func TestDecide(t *testing.T) {
+	lan := "[[lan]]\nmac = \"52:54:00:00:00:02\"\naddress = \"10.77.0.1/24\"\n"
+	lanPlan := []Static{{Interface: "eth1", Address: netip.MustParsePrefix("10.77.0.1/24")}}
+	fixed := "[uplink]\ninterface = \"eth0\"\naddress = \"192.0.2.10/24\"\ngateway = \"192.0.2.1\"\ndns = [\"192.0.2.53\"]\n"
+	for _, tt := range []struct {
+		name, text string
+		there      []Interface
+		want       Plan
+	}{
+		{"nothing said", "", []Interface{eth0, eth1}, Plan{Uplink: []string{"eth0", "eth1"}}},
+		{"a lan is no uplink", lan, []Interface{eth0, eth1, eth2}, Plan{Uplink: []string{"eth0", "eth2"}, LANs: lanPlan}},
+		{"uplink by name", "[uplink]\ninterface = \"eth2\"\n", []Interface{eth0, eth2}, Plan{Uplink: []string{"eth2"}}},
+		{"uplink by mac", "[uplink]\nmac = \"52:54:00:00:00:01\"\n" + lan, []Interface{eth0, eth1}, Plan{Uplink: []string{"eth0"}, LANs: lanPlan}},
+		{"lan not there yet: no uplink is guessed", lan, []Interface{eth0}, Plan{Missing: []string{"lan 1: no interface has MAC 52:54:00:00:00:02"}}},
+		{"uplink not there", "[uplink]\ninterface = \"eth9\"\n" + lan, []Interface{eth0, eth1}, Plan{LANs: lanPlan, Missing: []string{`uplink: no interface is named "eth9"`}}},
+		{"uplink is a lan", "[uplink]\ninterface = \"eth1\"\n" + lan, []Interface{eth0, eth1}, Plan{LANs: lanPlan, Missing: []string{"uplink: eth1 is a lan already"}}},
+		{"none left", lan, []Interface{eth1}, Plan{LANs: lanPlan, Missing: []string{"uplink: no wired interface is left for it"}}},
+		{"fixed", fixed, []Interface{eth0, eth1}, Plan{UplinkStatic: &Static{Interface: "eth0", Address: netip.MustParsePrefix("192.0.2.10/24"),
+			Gateway: netip.MustParseAddr("192.0.2.1"), DNS: []netip.Addr{netip.MustParseAddr("192.0.2.53")}}}},
+		{"fixed for one of two", strings.Replace(fixed, "interface = \"eth0\"\n", "", 1), []Interface{eth0, eth1},
+			Plan{Missing: []string{"uplink: a fixed address needs mac or interface: eth0, eth1 are there"}}},
+	} {
+		if got := Decide(parse(t, tt.text), tt.there); !reflect.DeepEqual(got, tt.want) {
+			t.Errorf("%s: Decide = %+v, want %+v", tt.name, got, tt.want)
+		}
+	}
+}
+
+func ack(t testing.TB, mods ...dhcpv4.Modifier) *dhcpv4.DHCPv4 {
+	m, err := dhcpv4.New(append([]dhcpv4.Modifier{
+		dhcpv4.WithYourIP(net.IPv4(10, 0, 2, 15)), dhcpv4.WithNetmask(net.CIDRMask(24, 32)), dhcpv4.WithRouter(net.IPv4(10, 0, 2, 2)),
+		dhcpv4.WithDNS(net.IPv4(10, 0, 2, 3)), dhcpv4.WithLeaseTime(3600), dhcpv4.WithServerIP(net.IPv4(10, 0, 2, 2)),
+		dhcpv4.WithOption(dhcpv4.OptServerIdentifier(net.IPv4(10, 0, 2, 2))),
+	}, mods...)...)
+	if err != nil {
+		t.Fatal(err)
+	}
+	return m
+}
+
+func TestParseAck(t *testing.T) {
+	l, err := ParseAck(ack(t))
+	if err != nil || l.Address.String() != "10.0.2.15/24" || l.Gateway.String() != "10.0.2.2" || l.Server.String() != "10.0.2.2" || len(l.DNS) != 1 {
+		t.Errorf("ParseAck = %+v, %v", l, err)
+	}
+	if l.Ends != time.Hour || l.T1 != 30*time.Minute || l.T2 != 52*time.Minute+30*time.Second {
+		t.Errorf("times = %s, %s, %s", l.T1, l.T2, l.Ends)
+	}
+	if l, err = ParseAck(ack(t, dhcpv4.WithLeaseTime(0))); err != nil || l.Ends < 30*time.Second || l.T1 <= 0 {
+		t.Errorf("a lease of no time = %+v, %v", l, err)
+	}
+	odd := dhcpv4.WithOption(dhcpv4.Option{Code: dhcpv4.OptionRenewTimeValue, Value: dhcpv4.Duration(2 * time.Hour)})
+	if l, err = ParseAck(ack(t, odd)); err != nil || l.T1 >= l.T2 || l.T2 >= l.Ends {
+		t.Errorf("times out of order = %+v, %v", l, err)
+	}
+	for name, m := range map[string]dhcpv4.Modifier{
+		"no address": dhcpv4.WithYourIP(net.IPv4zero), "loopback": dhcpv4.WithYourIP(net.IPv4(127, 0, 0, 1)),
+		"no mask": dhcpv4.WithNetmask(net.IPMask{0, 0, 0, 0}), "holes in the mask": dhcpv4.WithNetmask(net.IPMask{255, 0, 255, 0}),
+	} {
+		if _, err := ParseAck(ack(t, m)); err == nil {
+			t.Errorf("%s: ParseAck = nil, want an error", name)
+		}
+	}
+}
+
+func FuzzParseAck(f *testing.F) {
+	f.Add(ack(f).ToBytes())
+	f.Fuzz(func(t *testing.T, b []byte) {
+		m, err := dhcpv4.FromBytes(b)
+		if err != nil {
+			return
+		}
+		if l, err := ParseAck(m); err == nil && (l.T1 <= 0 || l.T1 >= l.T2 || l.T2 >= l.Ends || !l.Address.IsValid()) {
+			t.Errorf("ParseAck = %+v", l)
+		}
+	})
+}
+
+// links remembers what was done.
+type links struct {
+	mu   sync.Mutex
+	addr map[string]string
+}
+
+func (l *links) Up(string) error { return nil }
+func (l *links) Set(name string, a netip.Prefix, _ netip.Addr, _ int) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.addr[name] = a.String()
+	return nil
+}
+func (l *links) Clear(name string) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	delete(l.addr, name)
+	return nil
+}
+
+// servers gives each interface a lease after its delay, and takes it back after held, once.
+type servers struct {
+	delay map[string]time.Duration
+	held  time.Duration
+}
+
+func (s servers) Hold(ctx context.Context, iface string, got func(Lease) error, lost func()) {
+	d, ok := s.delay[iface]
+	if !ok || !sleep(ctx, d) {
+		<-ctx.Done()
+		return
+	}
+	l := Lease{Address: netip.MustParsePrefix("192.0.2.7/24"), Gateway: netip.MustParseAddr("192.0.2.1"), DNS: []netip.Addr{netip.MustParseAddr("192.0.2.53")}}
+	if got(l) == nil && s.held > 0 && sleep(ctx, s.held) {
+		lost()
+	}
+	<-ctx.Done()
+}
+
+func manager(t *testing.T, s servers, there ...Interface) (*Manager, *links) {
+	dir := t.TempDir()
+	l := &links{addr: map[string]string{}}
+	m := &Manager{Links: l, Client: s, Wired: func() ([]Interface, error) { return there, nil }, Say: t.Logf,
+		Resolv: filepath.Join(dir, "resolv.conf"), StateFile: filepath.Join(dir, "network.json"), Poll: time.Second}
+	m.Start()
+	return m, l
+}
+
+func TestFirstLeaseIsTheUplink(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m, l := manager(t, servers{delay: map[string]time.Duration{"eth0": 5 * time.Second, "eth2": 2 * time.Second}}, eth0, eth1, eth2)
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			m.RunSite(ctx, parse(t, "[[lan]]\ninterface = \"eth1\"\naddress = \"10.77.0.1/24\"\n"))
+		}()
+		time.Sleep(10 * time.Second)
+		select {
+		case <-m.Ready():
+		default:
+			t.Error("not ready")
+		}
+		want := map[string]string{"eth1": "10.77.0.1/24", "eth2": "192.0.2.7/24"}
+		if s := m.Snapshot(); s.Uplink != "eth2" || !reflect.DeepEqual(s.Interfaces, want) || !reflect.DeepEqual(l.addr, want) {
+			t.Errorf("state = %+v, addresses = %v: want eth2 as the uplink and eth0 without an address", s, l.addr)
+		}
+		var s State
+		data, err := os.ReadFile(m.StateFile)
+		if err != nil || json.Unmarshal(data, &s) != nil || s.Uplink != "eth2" {
+			t.Errorf("state file = %q, %v", data, err)
+		}
+		if data, err := os.ReadFile(m.Resolv); err != nil || string(data) != "nameserver 192.0.2.53\n" {
+			t.Errorf("resolv.conf = %q, %v", data, err)
+		}
+		cancel()
+		<-done
+	})
+}
+
+func TestLostLeaseIsCleared(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m, l := manager(t, servers{delay: map[string]time.Duration{"eth0": 0}, held: 30 * time.Second}, eth0)
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan struct{})
+		go func() { defer close(done); m.RunAll(ctx) }()
+		time.Sleep(10 * time.Second)
+		if s := m.Snapshot(); s.Uplink != "eth0" {
+			t.Errorf("with the lease: %+v", s)
+		}
+		time.Sleep(30 * time.Second)
+		if s := m.Snapshot(); s.Uplink != "" || len(s.Interfaces) != 0 || len(l.addr) != 0 {
+			t.Errorf("after the lease: %+v, addresses %v", s, l.addr)
+		}
+		cancel()
+		<-done
+	})
+}
+
+func TestFixedUplinkAndLateInterface(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m, _ := manager(t, servers{})
+		var mu sync.Mutex
+		var there []Interface
+		m.Wired = func() ([]Interface, error) { mu.Lock(); defer mu.Unlock(); return there, nil }
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			m.RunSite(ctx, parse(t, "[uplink]\ninterface = \"eth0\"\naddress = \"192.0.2.10/24\"\n"))
+		}()
+		time.Sleep(5 * time.Second)
+		if s := m.Snapshot(); s.Uplink != "" {
+			t.Errorf("without the card: %+v", s)
+		}
+		mu.Lock()
+		there = []Interface{eth0}
+		mu.Unlock()
+		time.Sleep(5 * time.Second)
+		if s := m.Snapshot(); s.Uplink != "eth0" || s.Interfaces["eth0"] != "192.0.2.10/24" {
+			t.Errorf("with the card: %+v", s)
+		}
+		cancel()
+		<-done
+	})
+}
+
+func TestWired(t *testing.T) {
+	sys := t.TempDir()
+	put := func(name, text string) {
+		p := filepath.Join(sys, name)
+		if err := os.MkdirAll(filepath.Dir(p), 0o755); err != nil {
+			t.Fatal(err)
+		}
+		if err := os.WriteFile(p, []byte(text), 0o644); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for name, typ := range map[string]string{"eth0": "1", "wlan0": "1", "lo": "772", "ib0": "32", "veth0": "1"} {
+		put(name+"/type", typ+"\n")
+		put(name+"/address", fmt.Sprintf("52:54:00:00:00:0%d\n", len(name)))
+		if name != "lo" && name != "veth0" {
+			put(name+"/device/vendor", "x")
+		}
+	}
+	put("wlan0/wireless/x", "")
+	put("eth0/carrier", "1\n")
+	got, err := Wired(sys)
+	if err != nil || len(got) != 1 || got[0] != (Interface{"eth0", "52:54:00:00:00:04"}) {
+		t.Errorf("Wired = %+v, %v, want eth0 alone", got, err)
+	}
+	if !Carrier(sys, "eth0") || Carrier(sys, "wlan0") {
+		t.Error("Carrier is wrong")
+	}
+}
