@@ -1,0 +1,326 @@
+// Package site wires bcd site: the line home, the BMC relay, the plugin host,
+// network boot and the artifact cache, each on its own interface.
+package site
+
+import (
+	"cmp"
+	"context"
+	"errors"
+	"fmt"
+	"log/slog"
+	"net"
+	"os"
+	"path/filepath"
+	"strings"
+	"sync"
+	"time"
+
+	"github.com/better-compute/site-appliance/appliance/agent"
+	"github.com/better-compute/site-appliance/appliance/agent/enroll"
+	"github.com/better-compute/site-appliance/appliance/agent/trust"
+	"github.com/better-compute/site-appliance/appliance/api/agentv1"
+	"github.com/better-compute/site-appliance/appliance/artifact"
+	"github.com/better-compute/site-appliance/appliance/base/backoff"
+	"github.com/better-compute/site-appliance/appliance/site/config"
+	"github.com/better-compute/site-appliance/appliance/site/firewall"
+	"github.com/better-compute/site-appliance/appliance/site/ident"
+	"github.com/better-compute/site-appliance/appliance/site/listen"
+	"github.com/better-compute/site-appliance/appliance/site/passthrough"
+	"github.com/better-compute/site-appliance/bmc/addressbook"
+	"github.com/better-compute/site-appliance/bmc/relay"
+	"github.com/better-compute/site-appliance/plugins/host"
+	"github.com/better-compute/site-appliance/pxe"
+	"github.com/better-compute/site-appliance/pxe/assign"
+	"github.com/better-compute/site-appliance/pxe/files"
+)
+
+// PassthroughPort is where a LAN's machines reach the gateway through the box.
+const PassthroughPort = 7443
+
+// Config is what bcd site is started with.
+type Config struct {
+	ConfigFile, StateDir string
+	// IdentityDevice takes a second copy of the identity; empty: none.
+	IdentityDevice string
+	// NetbootDir holds ipxe/ and ramdisk/.
+	NetbootDir string
+	// PluginsDir and PluginsCgroup serve where the configuration names no plugin
+	// folder; empty: then no plugin runs.
+	PluginsDir, PluginsCgroup string
+	// ProblemsFile lists what went wrong before, a line each; empty: none.
+	ProblemsFile string
+	// Shim is the argv prefix of the plugin shim.
+	Shim    []string
+	Version string
+	Build   time.Time
+	Log     *slog.Logger
+}
+
+// lan is a configured LAN whose interface was found.
+type lan struct {
+	config.LAN
+	name string
+}
+
+// memoryCacheBytes bounds the artifact cache of a box that has no disk for it.
+const memoryCacheBytes = 128 << 20
+
+// site is the running wiring.
+type site struct {
+	Config
+	scratch string // folder of what may be lost
+	agent   *agent.Agent
+	assign  *assign.Store
+	cache   *artifact.Cache
+	lans    []lan
+}
+
+// Run serves the site until ctx ends. It fails only on a configuration that
+// cannot be served at all; everything else is retried.
+func Run(ctx context.Context, c Config) error {
+	cfg, err := config.LoadSite(c.ConfigFile)
+	if err != nil {
+		return err
+	}
+	s := &site{Config: c, scratch: c.StateDir}
+	agentState, bookFile := filepath.Join(c.StateDir, "agent"), filepath.Join(c.StateDir, "addressbook.json")
+	if c.StateDir == "" {
+		// Identity and journal know that nothing lasts; the rest works from memory.
+		c.Log.Error("no place for state: it serves what it can, and refuses what destroys")
+		s.scratch, agentState, bookFile = "/run/bcd-site", "", ""
+		if cfg.Cache.MaxBytes == 0 {
+			cfg.Cache.MaxBytes = memoryCacheBytes
+		}
+	}
+	if err := os.MkdirAll(s.scratch, 0o700); err != nil {
+		return fmt.Errorf("make state folder: %w", err)
+	}
+	if s.lans, err = findLANs(cfg.LAN); err != nil {
+		return err
+	}
+	uplink, err := uplinkName(cfg.Uplink.Port)
+	if err != nil {
+		return err
+	}
+	if err := firewall.Apply(rules(uplink, s.lans)); err != nil {
+		return fmt.Errorf("close the uplink: %w", err)
+	}
+	book, aside, err := addressbook.OpenOrSetAside(bookFile)
+	if err != nil {
+		return err
+	}
+	if aside != "" {
+		c.Log.Error("the BMC address book is damaged: it is set aside, and BMCs bind anew", "kept", aside)
+	}
+	if s.assign, err = assign.Open(filepath.Join(s.scratch, "assignments.json")); err != nil {
+		return err
+	}
+	plugins, err := startPlugins(ctx, c, withDefaults(cfg.Plugins, c))
+	if err != nil {
+		return err
+	}
+	defer plugins.Close()
+
+	r := relay.New(relay.Options{Book: book, Plugins: invoker{plugins}, Log: c.Log.With("part", "relay")})
+	join, err := joinString(cfg)
+	if err != nil {
+		return err
+	}
+	s.agent, err = agent.New(agent.Config{
+		Role: agentv1.Role_ROLE_SITE, StateDir: agentState, Identity: identityCopy(c.IdentityDevice),
+		Join: join, Version: c.Version, Build: c.Build, Lanes: cfg.Lanes,
+		Drivers: advertised(plugins), Kinds: append(bmcKinds(r), assignKind(s.assign)), Log: c.Log.With("part", "agent"),
+	})
+	if err != nil {
+		return err
+	}
+	if s.cache, err = artifact.Open(filepath.Join(s.scratch, "artifacts"), cfg.Cache.MaxBytes, source{s.agent}, c.Log.With("part", "cache")); err != nil {
+		return err
+	}
+
+	services := map[string]func(context.Context) error{"agent": s.agent.Run, "problems": s.reportProblems}
+	for _, l := range s.lans {
+		services["passthrough "+l.name] = s.passthrough(l)
+		if l.DHCP == "authoritative" {
+			services["netboot "+l.name] = s.netboot(l)
+		}
+	}
+	return supervise(ctx, c.Log, services)
+}
+
+func findLANs(configured []config.LAN) ([]lan, error) {
+	ifaces, err := net.Interfaces()
+	if err != nil {
+		return nil, fmt.Errorf("list interfaces: %w", err)
+	}
+	var lans []lan
+	for i, l := range configured {
+		name, err := l.Port.Name(ifaces)
+		if err != nil {
+			return nil, fmt.Errorf("lan %d: %w", i+1, err)
+		}
+		lans = append(lans, lan{l, name})
+	}
+	return lans, nil
+}
+
+// uplinkName finds the configured uplink. Without one it is empty: then every
+// interface that is no LAN is closed as the uplink is.
+func uplinkName(port config.Port) (string, error) {
+	if port.MAC == "" && port.Interface == "" {
+		return "", nil
+	}
+	ifaces, err := net.Interfaces()
+	if err != nil {
+		return "", fmt.Errorf("list interfaces: %w", err)
+	}
+	name, err := port.Name(ifaces)
+	if err != nil {
+		return "", fmt.Errorf("uplink: %w", err)
+	}
+	return name, nil
+}
+
+// rules opens on each LAN what it serves, and nothing anywhere else.
+func rules(uplink string, lans []lan) firewall.Rules {
+	r := firewall.Rules{Uplink: uplink}
+	for _, l := range lans {
+		boot := l.DHCP == "authoritative"
+		r.LANs = append(r.LANs, firewall.LANRule{Interface: l.name, DHCP: boot, TFTP: boot, HTTP: boot, Passthrough: true})
+	}
+	return r
+}
+
+// What a plugin of the image may take.
+const (
+	pluginMemoryBytes = 256 << 20
+	pluginTasks       = 128
+)
+
+// withDefaults is the [plugins] section with the image's folder where it names none.
+func withDefaults(p config.Plugins, c Config) config.Plugins {
+	if p.Dir == "" {
+		p.Dir = c.PluginsDir
+	}
+	if p.Cgroup == "" && c.PluginsCgroup != "" {
+		p.Cgroup = c.PluginsCgroup
+		p.MemoryMax, p.PidsMax = cmp.Or(p.MemoryMax, pluginMemoryBytes), cmp.Or(p.PidsMax, pluginTasks)
+	}
+	return p
+}
+
+// startPlugins runs the pinned plugins. A section that lets none run costs the
+// plugins, not the box.
+func startPlugins(ctx context.Context, c Config, p config.Plugins) (*host.Host, error) {
+	log := c.Log.With("part", "plugins")
+	h, err := host.Start(ctx, host.Config{
+		Dir: p.Dir, User: p.User, Privileged: p.PrivilegedNames(), Sandbox: p.Sandboxed(), Cgroup: p.Cgroup,
+		MemoryMax: p.MemoryMax, PidsMax: p.PidsMax, Shim: c.Shim, Log: log,
+	})
+	if err != nil {
+		log.Error("no plugin runs", "err", err)
+		return host.Start(ctx, host.Config{Log: log})
+	}
+	return h, nil
+}
+
+// joinString reads the join string, if there is one: an enrolled box needs none.
+func joinString(cfg *config.Site) (*trust.Join, error) {
+	text := cfg.Join
+	if cfg.JoinFile != "" {
+		data, err := os.ReadFile(cfg.JoinFile)
+		if err != nil && !errors.Is(err, os.ErrNotExist) {
+			return nil, fmt.Errorf("read join string: %w", err)
+		}
+		text = string(data)
+	}
+	if text = strings.TrimSpace(text); text == "" {
+		return nil, nil
+	}
+	join, err := trust.ParseJoin(text)
+	if err != nil {
+		return nil, fmt.Errorf("join string: %w", err)
+	}
+	return &join, nil
+}
+
+func identityCopy(device string) enroll.Copy {
+	if device == "" {
+		return nil
+	}
+	return ident.New(device)
+}
+
+func advertised(h *host.Host) []*agentv1.AdvertisedDriver {
+	out := []*agentv1.AdvertisedDriver{}
+	for _, m := range h.Drivers() {
+		out = append(out, &agentv1.AdvertisedDriver{
+			Id: m.ID, Version: m.Version, Kinds: m.Kinds, Capabilities: m.Capabilities, RetrySafeOperations: m.RetrySafe,
+		})
+	}
+	return out
+}
+
+// passthrough serves the machines' way to the gateway on one LAN.
+func (s *site) passthrough(l lan) func(context.Context) error {
+	return func(ctx context.Context) error {
+		ln, err := listen.Listen(ctx, "tcp", fmt.Sprintf("%s:%d", l.Address.Addr(), PassthroughPort), l.name)
+		if err != nil {
+			return err
+		}
+		return passthrough.Serve(ctx, ln, s.gatewayAddrs, s.Log.With("part", "passthrough", "lan", l.name))
+	}
+}
+
+// netboot serves DHCP, TFTP and HTTP on one LAN.
+func (s *site) netboot(l lan) func(context.Context) error {
+	return func(ctx context.Context) error {
+		return pxe.Run(ctx, pxe.Config{
+			Interface: l.name, Address: l.Address, RangeStart: l.Range[0], RangeEnd: l.Range[1],
+			StateDir: filepath.Join(s.scratch, "netboot-"+l.name), Assign: s.assign, Files: files.Dir(s.NetbootDir),
+			Cmdline: ramdiskCmdline, Boot: s.bootArchive(l), Artifacts: s.openArtifact,
+			Event: s.emit, Now: s.agent.Clock().Now, Log: s.Log.With("part", "netboot", "lan", l.name),
+		})
+	}
+}
+
+func (s *site) emit(name, class, key string, body any) {
+	if err := s.agent.Emit(name, class, key, body); err != nil {
+		s.Log.Error("event not kept", "event", name, "err", err)
+	}
+}
+
+// supervise runs every service, restarts what ends with back-off, and returns
+// when ctx has ended and all have stopped.
+func supervise(ctx context.Context, log *slog.Logger, services map[string]func(context.Context) error) error {
+	policy := backoff.Policy{Min: time.Second, Max: time.Minute}
+	var wg sync.WaitGroup
+	for name, run := range services {
+		wg.Go(func() {
+			for n := 0; ctx.Err() == nil; n++ {
+				start := time.Now()
+				err := protect(ctx, run)
+				if ctx.Err() != nil {
+					return
+				}
+				if time.Since(start) > policy.Max {
+					n = 0
+				}
+				log.Error("service ended: it starts again", "service", name, "err", err, "in", policy.Delay(n))
+				_ = policy.Wait(ctx, n, nil)
+			}
+		})
+	}
+	wg.Wait()
+	return nil
+}
+
+// protect turns a service's panic into an error: one service must not take the box down.
+func protect(ctx context.Context, run func(context.Context) error) (err error) {
+	defer func() {
+		if r := recover(); r != nil {
+			err = fmt.Errorf("panic: %v", r)
+		}
+	}()
+	return run(ctx)
+}
