@@ -1,0 +1,248 @@
+package main
+
+import (
+	"context"
+	"errors"
+	"flag"
+	"fmt"
+	"io"
+	"log/slog"
+	"os"
+	"os/exec"
+	"path/filepath"
+	"strconv"
+	"strings"
+	"time"
+
+	"github.com/better-compute/site-appliance/appliance/site/config"
+	"github.com/better-compute/site-appliance/image/builder"
+	"github.com/better-compute/site-appliance/image/customize"
+	"github.com/better-compute/site-appliance/image/flash"
+	"github.com/better-compute/site-appliance/image/layout"
+	"github.com/better-compute/site-appliance/image/manifest"
+)
+
+// runImage is better-compute image.
+func runImage(ctx context.Context, args []string, std stdio) error {
+	return dispatch(ctx, "better-compute image", []command{
+		{"build", "build a board's images from the sources", runImageBuild},
+		{"customize", "put a join string and a configuration into a copy of an image", runImageCustomize},
+		{"verify", "compare a build's files with its manifest", runImageVerify},
+		{"flash", "write an image to a disk and read it back", runImageFlash},
+		{"test", "boot an image in QEMU until it is ready", runImageTest},
+	}, args, std)
+}
+
+// imageFlags makes a subcommand's flags with its usage.
+func imageFlags(std stdio, name, usage, about string) *flag.FlagSet {
+	f := flag.NewFlagSet("image "+name, flag.ContinueOnError)
+	f.SetOutput(std.err)
+	f.Usage = func() {
+		fmt.Fprintf(std.err, "usage: better-compute image %s %s\n\n%s\n\n", name, usage, about)
+		f.PrintDefaults()
+	}
+	return f
+}
+
+// parseImageFlags reports done where help was asked for.
+func parseImageFlags(f *flag.FlagSet, args []string, want int) (done bool, err error) {
+	if err := f.Parse(args); err != nil {
+		if errors.Is(err, flag.ErrHelp) {
+			return true, nil
+		}
+		return false, err
+	}
+	if f.NArg() != want {
+		f.Usage()
+		return false, fmt.Errorf("%s: %d arguments, want %d", f.Name(), f.NArg(), want)
+	}
+	return false, nil
+}
+
+func runImageBuild(ctx context.Context, args []string, std stdio) error {
+	f := imageFlags(std, "build", "[flags]", "Builds a board's images from the checkout around the current folder.")
+	boardName := f.String("board", "qemu-amd64", "a folder of board/")
+	imageVersion := f.String("version", version, "version of the image")
+	out := f.String("out", "", "where the files go (default out/BOARD in the checkout)")
+	cache := f.String("cache", "", "where packages are kept between builds (default the user's cache folder)")
+	release := f.Bool("release", false, "leave the rescue entry out")
+	lock := f.Bool("lock", false, "write the packages used into the board's lock file")
+	if done, err := parseImageFlags(f, args, 0); done || err != nil {
+		return err
+	}
+	root, err := checkout()
+	if err != nil {
+		return err
+	}
+	built, err := sourceTime(ctx, root)
+	if err != nil {
+		return err
+	}
+	if *out == "" {
+		*out = filepath.Join(root, "out", *boardName)
+	}
+	if *cache == "" {
+		*cache = builder.DefaultCache(root)
+	}
+	m, err := builder.Build(ctx, builder.Options{
+		Root: root, Board: *boardName, Out: *out, Cache: *cache, Version: *imageVersion, Built: built, Release: *release,
+		Log: slog.New(slog.NewTextHandler(std.err, nil)),
+	})
+	if err != nil {
+		return fmt.Errorf("image build: %w", err)
+	}
+	if *lock {
+		if err := builder.Lock(root, *boardName, m); err != nil {
+			return fmt.Errorf("image build: %w", err)
+		}
+	}
+	for _, file := range m.Files {
+		fmt.Fprintf(std.out, "%s %12d  %s\n", file.SHA256, file.Size, filepath.Join(*out, file.Name))
+	}
+	return nil
+}
+
+// checkout finds the module's root around the current folder.
+func checkout() (string, error) {
+	dir, err := os.Getwd()
+	if err != nil {
+		return "", fmt.Errorf("find checkout: %w", err)
+	}
+	for {
+		if _, err := os.Stat(filepath.Join(dir, "board")); err == nil {
+			if _, err := os.Stat(filepath.Join(dir, "go.mod")); err == nil {
+				return dir, nil
+			}
+		}
+		up := filepath.Dir(dir)
+		if up == dir {
+			return "", errors.New("find checkout: no folder around this one has go.mod and board")
+		}
+		dir = up
+	}
+}
+
+// sourceTime is the time that a build carries: SOURCE_DATE_EPOCH, else that of
+// the newest commit.
+func sourceTime(ctx context.Context, root string) (time.Time, error) {
+	text := os.Getenv("SOURCE_DATE_EPOCH")
+	if text == "" {
+		out, err := exec.CommandContext(ctx, "git", "-C", root, "log", "-1", "--format=%ct").Output()
+		if err != nil {
+			return time.Time{}, errors.New("the build needs a time: set SOURCE_DATE_EPOCH, or build from a git checkout with a commit")
+		}
+		text = strings.TrimSpace(string(out))
+	}
+	seconds, err := strconv.ParseInt(text, 10, 64)
+	if err != nil || seconds < 0 {
+		return time.Time{}, fmt.Errorf("SOURCE_DATE_EPOCH = %q: want seconds since 1970", text)
+	}
+	return time.Unix(seconds, 0), nil
+}
+
+func runImageCustomize(_ context.Context, args []string, std stdio) error {
+	f := imageFlags(std, "customize", "[flags] IMG COPY", "Copies the box image IMG to the file COPY and writes its site.toml. The join string is\nread from a file or from standard input, never from the command line.")
+	joinFile := f.String("join-file", "", `file with the join string, "-" for standard input`)
+	configFile := f.String("config", "", "a site.toml to put in; the join string is added to it")
+	if done, err := parseImageFlags(f, args, 2); done || err != nil {
+		return err
+	}
+	if *joinFile == "" && *configFile == "" {
+		f.Usage()
+		return errors.New("image customize: give --join-file, --config or both")
+	}
+	var base []byte
+	var err error
+	if *configFile != "" {
+		if base, err = os.ReadFile(*configFile); err != nil {
+			return fmt.Errorf("read configuration: %w", err)
+		}
+	}
+	join := ""
+	if *joinFile != "" {
+		var text []byte
+		if *joinFile == "-" {
+			text, err = io.ReadAll(io.LimitReader(std.in, 1<<16))
+		} else {
+			text, err = os.ReadFile(*joinFile)
+		}
+		if err != nil {
+			return fmt.Errorf("read join string: %w", err)
+		}
+		if join, err = customize.ParseJoin(text); err != nil {
+			return fmt.Errorf("read join string: %w", err)
+		}
+	}
+	text, err := customize.Configuration(base, join)
+	if err != nil {
+		return fmt.Errorf("image customize: %w", err)
+	}
+	// What the box would refuse is refused here.
+	name := layout.ConfigFile
+	if *configFile != "" {
+		name = *configFile
+	}
+	if _, err := config.ParseSite(name, text); err != nil {
+		return fmt.Errorf("image customize: %w", err)
+	}
+	if err := customize.Image(f.Arg(0), f.Arg(1), text, time.Now()); err != nil {
+		return fmt.Errorf("image customize: %w", err)
+	}
+	fmt.Fprintf(std.err, "%s is %s with its own %s; it holds a secret: keep it private\n", f.Arg(1), f.Arg(0), layout.ConfigFile)
+	return nil
+}
+
+func runImageVerify(_ context.Context, args []string, std stdio) error {
+	f := imageFlags(std, "verify", "DIR", "Compares the files of a build in DIR with the manifest.json there.")
+	if done, err := parseImageFlags(f, args, 1); done || err != nil {
+		return err
+	}
+	m, err := manifest.Load(filepath.Join(f.Arg(0), builder.ManifestFile))
+	if err != nil {
+		return err
+	}
+	if err := m.Verify(f.Arg(0)); err != nil {
+		return fmt.Errorf("image verify: %w", err)
+	}
+	for _, file := range m.Files {
+		fmt.Fprintf(std.out, "%s: ok\n", file.Name)
+	}
+	return nil
+}
+
+func runImageFlash(ctx context.Context, args []string, std stdio) error {
+	f := imageFlags(std, "flash", "[flags] IMG DISK", "Writes IMG to DISK, a device or a file, and reads it back. DISK must not be in use; one that is\nnot removable has to be confirmed by its serial number.")
+	yes := f.String("yes-erase", "", "serial number of the disk to erase")
+	if done, err := parseImageFlags(f, args, 2); done || err != nil {
+		return err
+	}
+	image, err := os.Open(f.Arg(0))
+	if err != nil {
+		return fmt.Errorf("open image: %w", err)
+	}
+	defer image.Close()
+	st, err := image.Stat()
+	if err != nil || !st.Mode().IsRegular() {
+		return fmt.Errorf("%s is not an image file", f.Arg(0))
+	}
+	target, err := flash.Describe(f.Arg(1), "/sys", "/proc/self/mountinfo", "/proc/swaps")
+	if err != nil {
+		return fmt.Errorf("image flash: %w", err)
+	}
+	if err := flash.Check(target, st.Size(), *yes); err != nil {
+		return fmt.Errorf("image flash: %w", err)
+	}
+	last := ""
+	err = flash.Write(ctx, image, st.Size(), target, func(phase string, done, total int64) {
+		if line := fmt.Sprintf("%-6s %3d %%", phase, done*100/total); line != last {
+			last = line
+			fmt.Fprintf(std.err, "\r%s", line)
+		}
+	})
+	fmt.Fprintln(std.err)
+	if err != nil {
+		return fmt.Errorf("image flash: %w", err)
+	}
+	fmt.Fprintf(std.out, "%s holds %s, and was read back\n", f.Arg(1), f.Arg(0))
+	return nil
+}

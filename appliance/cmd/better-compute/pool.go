@@ -1,0 +1,51 @@
+package main
+
+import (
+	"context"
+
+	"github.com/better-compute/site-appliance/appliance/api/computev1"
+)
+
+func runPool(ctx context.Context, args []string, std stdio) error {
+	return dispatch(ctx, "better-compute pool", []command{
+		{"add", "add a pool of machines at a site", poolAdd},
+		{"list", "list pools", poolList},
+	}, args, std)
+}
+
+func poolAdd(ctx context.Context, args []string, std stdio) error {
+	f := newCall("pool add NAME --site SITE", std)
+	site := f.String("site", "", "the `site`'s name or id")
+	rest, c, err := f.begin(args, 1, 1)
+	if err != nil {
+		return err
+	}
+	res, err := call(ctx, c.pools().Add, &computev1.AddPoolRequest{TenantId: c.tenant, Name: rest[0], Site: *site})
+	if err != nil {
+		return err
+	}
+	if f.json {
+		return printJSON(std.out, res)
+	}
+	return printTable(std.out, "NAME ID SITE", [][]string{{res.Pool.GetName(), res.Pool.GetId(), res.Pool.GetSiteId()}})
+}
+
+func poolList(ctx context.Context, args []string, std stdio) error {
+	f := newCall("pool list", std)
+	_, c, err := f.begin(args, 0, 0)
+	if err != nil {
+		return err
+	}
+	res, err := call(ctx, c.pools().List, &computev1.ListPoolsRequest{TenantId: c.tenant})
+	if err != nil {
+		return err
+	}
+	if f.json {
+		return printJSON(std.out, res)
+	}
+	var rows [][]string
+	for _, p := range res.Items {
+		rows = append(rows, []string{p.Name, p.Id, p.SiteId})
+	}
+	return printTable(std.out, "NAME ID SITE", rows)
+}

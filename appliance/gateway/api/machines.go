@@ -1,0 +1,270 @@
+package api
+
+import (
+	"context"
+	"fmt"
+	"regexp"
+	"strings"
+
+	"connectrpc.com/connect"
+	"google.golang.org/protobuf/proto"
+
+	"github.com/better-compute/site-appliance/appliance/api/agentv1"
+	"github.com/better-compute/site-appliance/appliance/api/computev1"
+	"github.com/better-compute/site-appliance/appliance/base/errs"
+	"github.com/better-compute/site-appliance/appliance/gateway/api/apierr"
+	"github.com/better-compute/site-appliance/appliance/gateway/commands"
+	"github.com/better-compute/site-appliance/appliance/gateway/metal"
+	"github.com/better-compute/site-appliance/appliance/gateway/store"
+	"github.com/better-compute/site-appliance/appliance/gateway/workflow"
+	"github.com/better-compute/site-appliance/bmc/bmcv1"
+)
+
+type metalService struct{ *API }
+
+var uuidForm = regexp.MustCompile(`^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$`)
+
+// Enroll makes a machine of a pool.
+func (s metalService) Enroll(ctx context.Context, req *connect.Request[computev1.EnrollMachineRequest]) (*connect.Response[computev1.EnrollMachineResponse], error) {
+	in := req.Msg
+	if err := checkName("name", in.Name); err != nil {
+		return nil, err
+	}
+	bmc, err := metal.ParseBMC(in.TenantId, in.Bmc)
+	if err != nil {
+		return nil, err
+	}
+	macs, err := metal.ParseMACs(in.Macs)
+	if err != nil {
+		return nil, err
+	}
+	uuid := strings.ToLower(in.ProductUuid)
+	if uuid != "" && !uuidForm.MatchString(uuid) {
+		return nil, apierr.Invalid("product_uuid %q is no UUID", in.ProductUuid)
+	}
+	pool, err := s.Store.Pool(ctx, in.TenantId, in.Pool)
+	if err != nil {
+		return nil, err
+	}
+	switch has, err := s.Secrets.Has(ctx, bmc.CredentialsRef); {
+	case err != nil:
+		return nil, err
+	case !has:
+		return nil, apierr.Invalid("there is no secret %s", bmc.CredentialsRef)
+	}
+	m := store.Machine{ID: s.Store.NewID("node"), TenantID: in.TenantId, Name: in.Name, PoolID: pool.ID, SiteID: pool.SiteID, BMC: bmc, MACs: macs,
+		ProductUUID: uuid, State: metal.Enrolled, Created: s.Store.Now()}
+	if err := s.Store.AddMachine(ctx, m); err != nil {
+		return nil, err
+	}
+	s.audit(ctx, m.SiteID, m.ID, "machine.enrolled", map[string]string{"name": m.Name, "driver": bmc.Driver, "address": bmc.Address, "credentials": bmc.CredentialsRef})
+	out, err := s.wireMachine(ctx, m)
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&computev1.EnrollMachineResponse{Machine: out}), nil
+}
+
+func (s metalService) wireMachine(ctx context.Context, m store.Machine) (*computev1.Machine, error) {
+	out := &computev1.Machine{
+		Id: m.ID, Name: m.Name, PoolId: m.PoolID, Macs: m.MACs, ProductUuid: m.ProductUUID, State: m.State, HardwareJson: m.HardwareJSON,
+		Bmc: &computev1.Bmc{Driver: m.BMC.Driver, Address: m.BMC.Address, CredentialsRef: m.BMC.CredentialsRef, TlsSpkiSha256: m.BMC.TLSSPKISHA256, DriverOptionsJson: m.BMC.DriverOptions},
+	}
+	agent, ok, err := s.machineAgent(ctx, m.ID)
+	if err != nil {
+		return nil, err
+	}
+	if ok {
+		role := map[agentv1.Role]string{agentv1.Role_ROLE_RAMDISK: "ramdisk", agentv1.Role_ROLE_NODE: "node"}[agent.Role]
+		out.AgentId, out.AgentRole, out.AgentOnline = agent.ID, role, s.Online(agent.ID)
+	}
+	return out, nil
+}
+
+// List tells the tenant's machines.
+func (s metalService) List(ctx context.Context, req *connect.Request[computev1.ListMachinesRequest]) (*connect.Response[computev1.ListMachinesResponse], error) {
+	machines, err := s.Store.Machines(ctx, req.Msg.TenantId)
+	if err != nil {
+		return nil, err
+	}
+	res := &computev1.ListMachinesResponse{}
+	for _, m := range machines {
+		item, err := s.wireMachine(ctx, m)
+		if err != nil {
+			return nil, err
+		}
+		res.Items = append(res.Items, item)
+	}
+	return connect.NewResponse(res), nil
+}
+
+// Get tells one machine.
+func (s metalService) Get(ctx context.Context, req *connect.Request[computev1.GetMachineRequest]) (*connect.Response[computev1.GetMachineResponse], error) {
+	m, err := s.Store.Machine(ctx, req.Msg.TenantId, req.Msg.Machine)
+	if err != nil {
+		return nil, err
+	}
+	out, err := s.wireMachine(ctx, m)
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&computev1.GetMachineResponse{Machine: out}), nil
+}
+
+// able finds the machine and its box, and refuses a verb that the machine's
+// driver cannot serve. The box may be offline or not enrolled yet.
+func (s metalService) able(ctx context.Context, tenantID, machine string, verb metal.Verb) (m store.Machine, box store.Agent, enrolled bool, err error) {
+	m, err = s.Store.Machine(ctx, tenantID, machine)
+	if err != nil {
+		return store.Machine{}, store.Agent{}, false, err
+	}
+	box, enrolled, err = s.siteAgent(ctx, m.SiteID)
+	if err != nil {
+		return store.Machine{}, store.Agent{}, false, err
+	}
+	var kinds []string
+	for _, d := range box.Drivers {
+		if d.GetId() == m.BMC.Driver {
+			kinds = append([]string{}, d.GetKinds()...)
+		}
+	}
+	return m, box, enrolled, metal.CheckVerb(verb, m.BMC.Driver, kinds)
+}
+
+// send runs one command at the machine's box and waits for its outcome.
+func (s metalService) send(ctx context.Context, m store.Machine, box store.Agent, enrolled bool, c metal.Command) (id string, result []byte, err error) {
+	switch {
+	case !enrolled:
+		return "", nil, errs.Retry(errs.Unavailable, "the site's box has not enrolled yet")
+	case !s.Online(box.ID):
+		return "", nil, errs.Retry(errs.Unavailable, "the site's box is offline")
+	}
+	id, err = s.Commands.Submit(ctx, commands.Spec{AgentID: box.ID, TargetNodeID: m.ID, Kind: c.Kind, Lane: c.Lane, Args: c.Args, SecretRefs: c.SecretRefs,
+		Timeout: c.Timeout, Traceparent: traceparent()})
+	if err != nil {
+		return "", nil, err
+	}
+	outcome, err := s.Commands.Wait(ctx, id)
+	switch {
+	case err != nil:
+		return id, nil, err
+	case outcome.Err != nil:
+		return id, nil, outcome.Err
+	}
+	return id, outcome.Result, nil
+}
+
+// GetPower asks the machine's BMC.
+func (s metalService) GetPower(ctx context.Context, req *connect.Request[computev1.GetPowerRequest]) (*connect.Response[computev1.GetPowerResponse], error) {
+	m, box, enrolled, err := s.able(ctx, req.Msg.TenantId, req.Msg.Machine, metal.VerbGetPower)
+	if err != nil {
+		return nil, err
+	}
+	_, result, err := s.send(ctx, m, box, enrolled, metal.PowerQuery(m.BMC))
+	if err != nil {
+		return nil, err
+	}
+	var answer bmcv1.BmcOperationResult
+	if err := proto.Unmarshal(result, &answer); err != nil {
+		return nil, fmt.Errorf("read the answer to bmc.query: %w", err)
+	}
+	state, err := metal.PowerState(&answer)
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&computev1.GetPowerResponse{Power: state}), nil
+}
+
+// SetPower changes the power and answers when the BMC did.
+func (s metalService) SetPower(ctx context.Context, req *connect.Request[computev1.SetPowerRequest]) (*connect.Response[computev1.SetPowerResponse], error) {
+	m, box, enrolled, err := s.able(ctx, req.Msg.TenantId, req.Msg.Machine, metal.VerbSetPower)
+	if err != nil {
+		return nil, err
+	}
+	c, err := metal.PowerCommand(m.BMC, req.Msg.Action)
+	if err != nil {
+		return nil, err
+	}
+	id, _, err := s.send(ctx, m, box, enrolled, c)
+	s.audit(ctx, m.SiteID, m.ID, "power.set", map[string]string{"action": req.Msg.Action, "command": id, "code": string(errs.CodeOf(err))})
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&computev1.SetPowerResponse{CommandId: id}), nil
+}
+
+// SetBootDevice chooses what the machine boots next.
+func (s metalService) SetBootDevice(ctx context.Context, req *connect.Request[computev1.SetBootDeviceRequest]) (*connect.Response[computev1.SetBootDeviceResponse], error) {
+	m, box, enrolled, err := s.able(ctx, req.Msg.TenantId, req.Msg.Machine, metal.VerbBoot)
+	if err != nil {
+		return nil, err
+	}
+	c, err := metal.BootCommand(m.BMC, metal.BootDevice{Device: req.Msg.Device, Persistent: req.Msg.Persistent, EFI: req.Msg.Efi})
+	if err != nil {
+		return nil, err
+	}
+	id, _, err := s.send(ctx, m, box, enrolled, c)
+	s.audit(ctx, m.SiteID, m.ID, "boot.set", map[string]string{"device": req.Msg.Device, "command": id, "code": string(errs.CodeOf(err))})
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&computev1.SetBootDeviceResponse{CommandId: id}), nil
+}
+
+// start begins a workflow that network-boots the machine. The box need not be
+// online: the workflow waits for it.
+func (s metalService) start(ctx context.Context, m store.Machine, name string, p workflow.Params) (string, error) {
+	if len(m.MACs) == 0 {
+		return "", apierr.Busy("no-mac", "machine %s has no MAC to network-boot from", m.Name)
+	}
+	p.Traceparent = traceparent()
+	return s.Workflows.Start(ctx, name, m, p)
+}
+
+// Inspect begins the workflow that records the machine's hardware.
+func (s metalService) Inspect(ctx context.Context, req *connect.Request[computev1.InspectRequest]) (*connect.Response[computev1.InspectResponse], error) {
+	m, _, _, err := s.able(ctx, req.Msg.TenantId, req.Msg.Machine, metal.VerbInspect)
+	if err != nil {
+		return nil, err
+	}
+	id, err := s.start(ctx, m, workflow.Inspect, workflow.Params{})
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&computev1.InspectResponse{WorkflowId: id}), nil
+}
+
+// Deploy begins the workflow that writes an image to the machine's disk.
+func (s metalService) Deploy(ctx context.Context, req *connect.Request[computev1.DeployRequest]) (*connect.Response[computev1.DeployResponse], error) {
+	in := req.Msg
+	m, _, _, err := s.able(ctx, in.TenantId, in.Machine, metal.VerbDeploy)
+	if err != nil {
+		return nil, err
+	}
+	hostname := in.Hostname
+	if hostname == "" {
+		hostname = m.Name
+	}
+	if err := metal.CheckSeed(in.DiskSerial, hostname, in.SshAuthorizedKeys); err != nil {
+		return nil, err
+	}
+	if in.Image == "" {
+		return nil, apierr.Invalid("image is missing")
+	}
+	artifact, err := s.Store.Artifact(ctx, in.Image, "")
+	if err != nil {
+		return nil, fmt.Errorf("image %q: %w", in.Image, err)
+	}
+	if artifact.Format != "raw.zst" {
+		return nil, apierr.Cannot("image-format-unsupported", "image %s is %s; only raw.zst is served", in.Image, artifact.Format)
+	}
+	id, err := s.start(ctx, m, workflow.Deploy, workflow.Params{
+		Image: &workflow.Image{Format: artifact.Format, SHA256: artifact.SHA256, SizeBytes: artifact.SizeBytes,
+			UnpackedSHA256: artifact.UnpackedSHA256, UnpackedSizeBytes: artifact.UnpackedSizeBytes},
+		DiskSerial: in.DiskSerial, Hostname: hostname, SSHAuthorizedKeys: in.SshAuthorizedKeys,
+	})
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&computev1.DeployResponse{WorkflowId: id}), nil
+}

@@ -1,0 +1,299 @@
+// Package commands signs and keeps commands, hands them to sessions, and gives
+// each one outcome.
+package commands
+
+import (
+	"context"
+	"crypto/sha256"
+	"encoding/json"
+	"errors"
+	"fmt"
+	"log/slog"
+	"strings"
+	"sync"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+
+	"github.com/better-compute/site-appliance/appliance/agent/envelope"
+	"github.com/better-compute/site-appliance/appliance/api/agentv1"
+	"github.com/better-compute/site-appliance/appliance/base/errs"
+	"github.com/better-compute/site-appliance/appliance/gateway/store"
+)
+
+// Spec is what a caller asks for.
+type Spec struct {
+	// ID makes a repeat harmless: the same ID with the same content is the same
+	// command, with other content it is duplicate-mismatch. Empty: one is made.
+	ID           string
+	AgentID      string
+	TargetNodeID string
+	Kind         string
+	Lane         string // empty: the kind's own
+	Args         proto.Message
+	SecretRefs   []string
+	Timeout      time.Duration // zero: the kind's own; at most 24 h
+	WorkflowID   string
+	StepID       string
+	Attempt      uint32
+	Traceparent  string
+}
+
+// Outcome is how a command ended: Err is nil when it did what was asked.
+type Outcome struct {
+	Result []byte // the kind's result message, encoded
+	Err    *errs.Error
+}
+
+// kinds holds lane and time-out of the kinds that ship.
+var kinds = map[string]struct {
+	lane    string
+	timeout time.Duration
+}{
+	"bmc.query":    {"query", time.Minute},
+	"bmc.boot":     {"power", 2 * time.Minute},
+	"bmc.power":    {"power", 2 * time.Minute},
+	"pxe.assign":   {"provision", 30 * time.Second},
+	"image.stream": {"transfer", time.Hour},
+}
+
+// grace is how long past its not_after the result of a command that an agent
+// may have is waited for.
+const grace = 2 * time.Minute
+
+// Service is safe for concurrent use. Run must run for deadlines to count.
+type Service struct {
+	store  *store.Store
+	signer envelope.Signer
+	log    *slog.Logger
+
+	mu       sync.Mutex
+	waiters  map[string]*waiter
+	watchers map[string]map[chan struct{}]struct{}
+	progress map[string]string
+	poke     chan struct{}
+}
+
+// waiter wakes those that wait for one command.
+type waiter struct {
+	done  chan struct{}
+	count int
+}
+
+// New makes the service.
+func New(st *store.Store, signer envelope.Signer, log *slog.Logger) *Service {
+	return &Service{
+		store: st, signer: signer, log: log,
+		waiters:  map[string]*waiter{},
+		watchers: map[string]map[chan struct{}]struct{}{},
+		progress: map[string]string{},
+		poke:     make(chan struct{}, 1),
+	}
+}
+
+// Submit signs a command for the agent's present incarnation and keeps it; it
+// is durable when Submit returns. An agent that never connected is
+// unavailable; one that may not act any more answers its state's code.
+func (s *Service) Submit(ctx context.Context, spec Spec) (id string, err error) {
+	id, err = s.submit(ctx, spec)
+	if err != nil {
+		return "", fmt.Errorf("submit %s to %s: %w", spec.Kind, spec.AgentID, err)
+	}
+	return id, nil
+}
+
+func (s *Service) submit(ctx context.Context, spec Spec) (string, error) {
+	kind := kinds[spec.Kind]
+	if spec.Lane == "" {
+		spec.Lane = kind.lane
+	}
+	if spec.Timeout == 0 {
+		spec.Timeout = kind.timeout
+	}
+	switch {
+	case spec.Lane == "":
+		return "", errs.New(errs.UnknownKind, "kind %q has no lane of its own, and none is given", spec.Kind)
+	case spec.Timeout <= 0 || spec.Timeout > envelope.MaxLife:
+		return "", errs.New(errs.InvalidPayload, "time-out %s: want more than nothing and at most %s", spec.Timeout, envelope.MaxLife)
+	}
+	for _, ref := range spec.SecretRefs {
+		if !strings.HasPrefix(ref, "secret://") {
+			return "", errs.New(errs.InvalidPayload, "a secret reference does not begin with secret://")
+		}
+	}
+	var args []byte
+	if spec.Args != nil {
+		var err error
+		if args, err = (proto.MarshalOptions{Deterministic: true}).Marshal(spec.Args); err != nil {
+			return "", errs.New(errs.InvalidArgs, "encode arguments: %v", err)
+		}
+	}
+	hash, err := specHash(spec, args)
+	if err != nil {
+		return "", err
+	}
+	if spec.ID != "" {
+		// A caller that comes back after a restart gets its command even if
+		// the agent is gone since.
+		if have, err := s.store.Command(ctx, spec.ID); err == nil {
+			if string(have.SpecHash) != string(hash) {
+				return "", errs.New(errs.DuplicateMismatch, "command %s is there with other content", spec.ID)
+			}
+			return spec.ID, nil
+		} else if !errors.Is(err, store.ErrNotFound) {
+			return "", err
+		}
+	}
+	agent, err := s.store.Agent(ctx, spec.AgentID)
+	if errors.Is(err, store.ErrNotFound) {
+		return "", errs.New(errs.NotEnrolled, "no such agent")
+	}
+	if err != nil {
+		return "", err
+	}
+	if err := MayAct(agent); err != nil {
+		return "", err
+	}
+	if agent.Incarnation() == "" {
+		return "", errs.Retry(errs.Unavailable, "the agent has not connected yet")
+	}
+	if spec.ID == "" {
+		spec.ID = s.store.NewID("cmd")
+	}
+	now := s.store.Now()
+	c := store.Command{
+		ID: spec.ID, SpecHash: hash, AgentID: spec.AgentID, TargetNodeID: spec.TargetNodeID, Kind: spec.Kind, Lane: spec.Lane,
+		WorkflowID: spec.WorkflowID, StepID: spec.StepID, Attempt: spec.Attempt, SecretRefs: spec.SecretRefs,
+		Incarnation: agent.Incarnation(), Issued: now, NotAfter: now.Add(spec.Timeout),
+	}
+	c.Signed, err = envelope.Seal(s.signer, &agentv1.CommandPayload{
+		CommandId: c.ID, Kind: c.Kind, AgentId: c.AgentID, Incarnation: c.Incarnation, TargetNodeId: c.TargetNodeID,
+		WorkflowId: c.WorkflowID, StepId: c.StepID, Attempt: c.Attempt, Lane: c.Lane,
+		IssuedAtMs: c.Issued.UnixMilli(), NotAfterMs: c.NotAfter.UnixMilli(),
+		Traceparent: spec.Traceparent, SecretRefs: c.SecretRefs, Args: args,
+	})
+	if err != nil {
+		return "", err
+	}
+	switch _, err = s.store.AddCommand(ctx, c); {
+	case errors.Is(err, store.ErrConflict):
+		return "", errs.New(errs.DuplicateMismatch, "command %s is there with other content", spec.ID)
+	case err != nil:
+		return "", err
+	}
+	s.wake(c.AgentID)
+	select {
+	case s.poke <- struct{}{}:
+	default:
+	}
+	return c.ID, nil
+}
+
+// specHash covers what a repeat must not change; trace and time-out may differ.
+func specHash(spec Spec, args []byte) ([]byte, error) {
+	data, err := json.Marshal([]any{spec.AgentID, spec.TargetNodeID, spec.Kind, spec.Lane, args, spec.SecretRefs, spec.WorkflowID, spec.StepID, spec.Attempt})
+	if err != nil {
+		return nil, err
+	}
+	sum := sha256.Sum256(data)
+	return sum[:], nil
+}
+
+// MayAct is nil for an active agent and the code of its state otherwise.
+func MayAct(a store.Agent) error {
+	switch a.State {
+	case store.AgentActive:
+		return nil
+	case store.AgentSuperseded:
+		return errs.New(errs.Superseded, "agent %s was replaced by a newer identity", a.ID)
+	case store.AgentCloned:
+		return errs.New(errs.IdentityCloned, "agent %s is held: two boxes used its key", a.ID)
+	}
+	return errs.New(errs.Revoked, "agent %s is revoked", a.ID)
+}
+
+// Known reports whether there is a command with this id.
+func (s *Service) Known(ctx context.Context, id string) (bool, error) {
+	_, err := s.store.Command(ctx, id)
+	if errors.Is(err, store.ErrNotFound) {
+		return false, nil
+	}
+	return err == nil, err
+}
+
+// Wait blocks until the command has its outcome; its own error is ctx's, or
+// that there is no such command.
+func (s *Service) Wait(ctx context.Context, id string) (Outcome, error) {
+	s.mu.Lock()
+	w := s.waiters[id]
+	if w == nil {
+		w = &waiter{done: make(chan struct{})}
+		s.waiters[id] = w
+	}
+	w.count++
+	s.mu.Unlock()
+	defer func() {
+		s.mu.Lock()
+		defer s.mu.Unlock()
+		if w.count--; w.count == 0 && s.waiters[id] == w {
+			delete(s.waiters, id)
+		}
+	}()
+	for {
+		c, err := s.store.Command(ctx, id)
+		if err != nil {
+			return Outcome{}, fmt.Errorf("wait for command %s: %w", id, err)
+		}
+		if c.State == store.CommandDone {
+			return Outcome{Result: c.Result, Err: c.Err}, nil
+		}
+		select {
+		case <-ctx.Done():
+			return Outcome{}, fmt.Errorf("wait for command %s: %w", id, ctx.Err())
+		case <-w.done:
+		}
+	}
+}
+
+// Progress is the latest line that the agent said about an open command.
+func (s *Service) Progress(id string) string {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return s.progress[id]
+}
+
+// Cancel asks for an end. A command that was never handed out ends at once; for
+// any other the agent decides, and past its point of no return it goes on.
+// Cancelling one that has its outcome does nothing.
+func (s *Service) Cancel(ctx context.Context, id string) error {
+	c, err := s.store.Command(ctx, id)
+	if err != nil {
+		return fmt.Errorf("cancel command %s: %w", id, err)
+	}
+	err = s.store.FinishQueued(ctx, id, errs.New(errs.Cancelled, "cancelled before it was sent"))
+	if err == nil {
+		s.finished(id)
+		return nil
+	}
+	if errors.Is(err, store.ErrConflict) {
+		if err = s.store.CancelCommand(ctx, id); errors.Is(err, store.ErrConflict) {
+			return nil
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("cancel command %s: %w", id, err)
+	}
+	s.wake(c.AgentID)
+	return nil
+}
+
+// finished wakes whoever waits for the command.
+func (s *Service) finished(id string) {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	delete(s.progress, id)
+	if w := s.waiters[id]; w != nil {
+		close(w.done)
+		delete(s.waiters, id)
+	}
+}

@@ -1,0 +1,294 @@
+// Package metal decides what may be asked of a machine's BMC, and what the
+// commands to its site's agent say. It does no I/O.
+package metal
+
+import (
+	"encoding/hex"
+	"encoding/json"
+	"net"
+	"net/netip"
+	"regexp"
+	"slices"
+	"strconv"
+	"strings"
+	"time"
+
+	"google.golang.org/protobuf/proto"
+
+	"github.com/better-compute/site-appliance/appliance/api/computev1"
+	"github.com/better-compute/site-appliance/appliance/base/errs"
+	"github.com/better-compute/site-appliance/appliance/gateway/api/apierr"
+	"github.com/better-compute/site-appliance/appliance/gateway/secretstore"
+	"github.com/better-compute/site-appliance/appliance/gateway/store"
+	"github.com/better-compute/site-appliance/bmc/bmcv1"
+	"github.com/better-compute/site-appliance/pxe/pxev1"
+)
+
+// The states of a machine.
+const (
+	Enrolled   = "enrolled"
+	Inspecting = "inspecting"
+	Inspected  = "inspected"
+	Deploying  = "deploying"
+	Deployed   = "deployed"
+	Failed     = "failed"
+)
+
+// The actions of an assignment.
+const (
+	LocalDisk = "local-disk"
+	Ramdisk   = "ramdisk"
+)
+
+var (
+	driverID = regexp.MustCompile(`^[a-z][a-z0-9-]{0,63}$`)
+	hostName = regexp.MustCompile(`^[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*$`)
+)
+
+// ParseBMC checks an enrolled BMC. The credential must be a reference to a
+// secret of the same tenant; the driver's own rules are the driver's.
+func ParseBMC(tenantID string, b *computev1.Bmc) (store.BMC, error) {
+	switch {
+	case b.GetDriver() == "":
+		return store.BMC{}, apierr.Invalid("bmc.driver is missing")
+	case !driverID.MatchString(b.GetDriver()):
+		return store.BMC{}, apierr.Invalid("bmc.driver %q: want lower-case letters, digits and hyphens, a letter first", b.GetDriver())
+	case b.GetAddress() == "":
+		return store.BMC{}, apierr.Invalid("bmc.address is missing")
+	case !validAddress(b.GetAddress()):
+		return store.BMC{}, apierr.Invalid("bmc.address %q: want a host name or an IP address, with an optional port", b.GetAddress())
+	}
+	if err := CheckRef(tenantID, b.GetCredentialsRef()); err != nil {
+		return store.BMC{}, err
+	}
+	pin := strings.ToLower(b.GetTlsSpkiSha256())
+	if raw, err := hex.DecodeString(pin); pin != "" && (err != nil || len(raw) != 32) {
+		return store.BMC{}, apierr.Invalid("bmc.tls_spki_sha256: want 64 hex digits")
+	}
+	options := b.GetDriverOptionsJson()
+	if options != "" {
+		var object map[string]json.RawMessage
+		if len(options) > 64<<10 || json.Unmarshal([]byte(options), &object) != nil || object == nil {
+			return store.BMC{}, apierr.Invalid("bmc.driver_options_json: want a JSON object of at most 64 KiB")
+		}
+	}
+	return store.BMC{Driver: b.GetDriver(), Address: b.GetAddress(), CredentialsRef: b.GetCredentialsRef(), TLSSPKISHA256: pin, DriverOptions: options}, nil
+}
+
+// CheckRef wants secret://<tenant>/<name> of this tenant. The value is never
+// repeated in the error: it may be a secret that somebody typed by mistake.
+func CheckRef(tenantID, ref string) error {
+	tenant, err := secretstore.TenantOf(ref)
+	switch {
+	case err != nil:
+		return apierr.Invalid("bmc.credentials_ref: want a reference secret://<tenant>/<name>, never a secret")
+	case tenant != tenantID:
+		return apierr.Denied("bmc.credentials_ref names another tenant's secret")
+	}
+	return nil
+}
+
+func validAddress(address string) bool {
+	if scheme, rest, ok := strings.Cut(address, "://"); ok {
+		if scheme == "" || strings.ContainsAny(scheme, "/:@ ") {
+			return false
+		}
+		address = rest
+	}
+	host := address
+	if h, port, err := net.SplitHostPort(address); err == nil {
+		n, err := strconv.ParseUint(port, 10, 16)
+		if err != nil || n == 0 {
+			return false
+		}
+		host = h
+	} else {
+		host = strings.TrimSuffix(strings.TrimPrefix(host, "["), "]")
+	}
+	if addr, err := netip.ParseAddr(host); err == nil {
+		return !addr.IsUnspecified() && !addr.IsMulticast()
+	}
+	return len(host) <= 253 && hostName.MatchString(host)
+}
+
+// ParseMACs checks and normalises MACs: lower-case, colon-separated, sorted.
+func ParseMACs(macs []string) ([]string, error) {
+	if len(macs) > 32 {
+		return nil, apierr.Invalid("macs: at most 32, not %d", len(macs))
+	}
+	var out []string
+	for _, text := range macs {
+		mac, err := net.ParseMAC(text)
+		switch {
+		case err != nil || len(mac) != 6:
+			return nil, apierr.Invalid("mac %q: want six bytes such as 52:54:00:12:34:56", text)
+		case mac[0]&1 != 0:
+			return nil, apierr.Invalid("mac %q is a group address", text)
+		case mac.String() == "00:00:00:00:00:00":
+			return nil, apierr.Invalid("mac %q is empty", text)
+		}
+		out = append(out, mac.String())
+	}
+	slices.Sort(out)
+	if n := len(out); len(slices.Compact(slices.Clone(out))) != n {
+		return nil, apierr.Invalid("macs: one is given twice")
+	}
+	return out, nil
+}
+
+// The operations that metal asks of BMC drivers.
+const (
+	GetPower      = "power.getPower"
+	SetPower      = "power.setPower"
+	SetBootDevice = "management.setBootDevice"
+)
+
+// Verb is what a person asks for; it needs operations of the BMC's driver.
+type Verb string
+
+// The verbs.
+const (
+	VerbGetPower Verb = "get-power"
+	VerbSetPower Verb = "set-power"
+	VerbBoot     Verb = "boot"
+	VerbInspect  Verb = "inspect"
+	VerbDeploy   Verb = "deploy"
+)
+
+var needs = map[Verb][]string{
+	VerbGetPower: {GetPower},
+	VerbSetPower: {SetPower},
+	VerbBoot:     {SetBootDevice},
+	VerbInspect:  {GetPower, SetPower, SetBootDevice},
+	VerbDeploy:   {GetPower, SetPower, SetBootDevice},
+}
+
+// serves are the operations of the drivers that metal knows.
+var serves = map[string][]string{
+	"ipmi":    {GetPower, SetPower, SetBootDevice, "management.getBootDevice", "inspect.inspect"},
+	"redfish": {GetPower, SetPower, SetBootDevice, "management.getBootDevice"},
+}
+
+// CheckVerb refuses up front what a driver cannot serve. A driver that metal
+// does not know is judged by the kinds that its site's agent reports for it;
+// one that neither names is not checked in advance. kinds is nil when the
+// agent does not report the driver.
+func CheckVerb(verb Verb, driver string, kinds []string) error {
+	operations, known := serves[driver]
+	for _, need := range needs[verb] {
+		concern, _, _ := strings.Cut(need, ".")
+		switch {
+		case known && !slices.Contains(operations, need):
+			return apierr.Cannot("bmc-driver-unsupported", "%s needs %s, which driver %s does not serve", verb, need, driver)
+		case !known && kinds != nil && !slices.Contains(kinds, concern):
+			return apierr.Cannot("bmc-driver-unsupported", "%s needs %s, and the site's driver %s does not serve %s", verb, need, driver, concern)
+		}
+	}
+	return nil
+}
+
+// Command is what one command says, whoever sends it.
+type Command struct {
+	Kind, Lane string
+	Args       proto.Message
+	SecretRefs []string
+	Timeout    time.Duration
+	// RetrySafe says that running it twice does no harm.
+	RetrySafe bool
+}
+
+func operation(b store.BMC, name, args string) *bmcv1.BmcOperationRequest {
+	return &bmcv1.BmcOperationRequest{
+		Driver: b.Driver, Address: b.Address, CredentialsRef: b.CredentialsRef, Operation: name, ArgsJson: args,
+		TlsSpkiSha256: b.TLSSPKISHA256, DriverOptionsJson: b.DriverOptions,
+	}
+}
+
+// PowerQuery asks for the power state.
+func PowerQuery(b store.BMC) Command {
+	return Command{Kind: "bmc.query", Lane: "query", Args: operation(b, GetPower, ""), SecretRefs: []string{b.CredentialsRef}, Timeout: time.Minute, RetrySafe: true}
+}
+
+// PowerState reads the answer to PowerQuery.
+func PowerState(result *bmcv1.BmcOperationResult) (string, error) {
+	var state string
+	if err := json.Unmarshal([]byte(result.GetResultJson()), &state); err != nil {
+		return "", errs.New(errs.BmcError, "power state is not a JSON string")
+	}
+	switch state {
+	case "on", "off", "unknown":
+		return state, nil
+	}
+	return "", errs.New(errs.BmcError, "power state is none of on, off and unknown")
+}
+
+// PowerCommand changes the power. The actions on, off, soft, cycle and reset are served.
+func PowerCommand(b store.BMC, action string) (Command, error) {
+	switch action {
+	case "on", "off", "soft", "cycle", "reset":
+	default:
+		return Command{}, apierr.Invalid("action %q: want on, off, soft, cycle or reset", action)
+	}
+	return Command{Kind: "bmc.power", Lane: "power", Args: operation(b, SetPower, `["`+action+`"]`), SecretRefs: []string{b.CredentialsRef}, Timeout: 2 * time.Minute}, nil
+}
+
+// BootDevice is the argument of management.setBootDevice.
+type BootDevice struct {
+	Device     string `json:"device"`
+	Persistent bool   `json:"persistent"`
+	EFI        bool   `json:"efi"`
+}
+
+// BootCommand chooses the boot device. The devices none, pxe, disk, cdrom and bios are served.
+func BootCommand(b store.BMC, d BootDevice) (Command, error) {
+	switch d.Device {
+	case "none", "pxe", "disk", "cdrom", "bios":
+	default:
+		return Command{}, apierr.Invalid("device %q: want none, pxe, disk, cdrom or bios", d.Device)
+	}
+	args, err := json.Marshal([]BootDevice{d})
+	if err != nil {
+		return Command{}, err
+	}
+	return Command{Kind: "bmc.boot", Lane: "power", Args: operation(b, SetBootDevice, string(args)), SecretRefs: []string{b.CredentialsRef}, Timeout: 2 * time.Minute, RetrySafe: true}, nil
+}
+
+// AssignCommand carries the whole site's boot decisions. A machine without a
+// MAC is left out, and a window that is over is not opened again.
+func AssignCommand(version uint64, machines []store.Machine, now time.Time) Command {
+	req := &pxev1.AssignRequest{Version: version}
+	for _, m := range machines {
+		if len(m.MACs) == 0 {
+			continue
+		}
+		entry := &pxev1.Machine{MachineId: m.ID, Name: m.Name, Macs: m.MACs, Action: pxev1.Action_ACTION_LOCAL_DISK}
+		if a := m.Assignment; a.Action == Ramdisk && a.WindowUntil.After(now) {
+			entry.Action, entry.Purpose, entry.WindowId = pxev1.Action_ACTION_RAMDISK, a.Purpose, a.WindowID
+			entry.WindowUntilMs, entry.Artifacts = a.WindowUntil.UnixMilli(), a.Artifacts
+		}
+		req.Machines = append(req.Machines, entry)
+	}
+	return Command{Kind: "pxe.assign", Lane: "provision", Args: req, Timeout: 30 * time.Second, RetrySafe: true}
+}
+
+var sshKey = regexp.MustCompile(`^(ssh|ecdsa|sk)-[A-Za-z0-9@.-]+ [A-Za-z0-9+/]+={0,3}( [^\x00-\x1f\x7f]*)?$`)
+
+// CheckSeed checks what a deploy puts beside the image.
+func CheckSeed(diskSerial, hostname string, keys []string) error {
+	switch {
+	case diskSerial == "":
+		return apierr.Invalid("disk_serial is missing: a deploy names the disk that it overwrites")
+	case len(diskSerial) > 128 || strings.TrimSpace(diskSerial) != diskSerial || strings.ContainsFunc(diskSerial, func(r rune) bool { return r < ' ' || r > '~' }):
+		return apierr.Invalid("disk_serial: want at most 128 printable ASCII characters, no space at the ends")
+	case len(hostname) > 253 || !hostName.MatchString(hostname):
+		return apierr.Invalid("hostname %q is no host name", hostname)
+	case len(keys) > 64:
+		return apierr.Invalid("ssh_authorized_keys: at most 64, not %d", len(keys))
+	}
+	for i, key := range keys {
+		if len(key) > 16<<10 || !sshKey.MatchString(key) {
+			return apierr.Invalid("ssh_authorized_keys[%d]: want one line of an authorized_keys file, without options", i)
+		}
+	}
+	return nil
+}
