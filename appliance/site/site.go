@@ -275,9 +275,13 @@ func (s *site) passthrough(l lan) func(context.Context) error {
 // netboot serves DHCP, TFTP and HTTP on one LAN.
 func (s *site) netboot(l lan) func(context.Context) error {
 	return func(ctx context.Context) error {
+		state := filepath.Join(s.scratch, "netboot-"+l.name)
+		if err := os.MkdirAll(state, 0o700); err != nil {
+			return fmt.Errorf("make lease folder: %w", err)
+		}
 		return pxe.Run(ctx, pxe.Config{
 			Interface: l.name, Address: l.Address, RangeStart: l.Range[0], RangeEnd: l.Range[1],
-			StateDir: filepath.Join(s.scratch, "netboot-"+l.name), Assign: s.assign, Files: files.Dir(s.NetbootDir),
+			StateDir: state, Assign: s.assign, Files: files.Dir(s.NetbootDir),
 			Cmdline: ramdiskCmdline, Boot: s.bootArchive(l), Artifacts: s.openArtifact,
 			Event: s.emit, Now: s.agent.Clock().Now, Log: s.Log.With("part", "netboot", "lan", l.name),
 		})

@@ -22,6 +22,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/insomniacslk/dhcp/dhcpv4/nclient4"
 	"github.com/klauspost/compress/zstd"
 	_ "modernc.org/sqlite"
 
@@ -406,6 +407,56 @@ func TestPassthroughLeadsToTheGateway(t *testing.T) {
 	}
 }
 
+// lease gets the machine's namespace an address from the box, as firmware would.
+func (b *bench) lease() {
+	b.t.Helper()
+	b.must(b.InNetns("mach", func() error {
+		client, err := nclient4.New("eth0")
+		if err != nil {
+			return err
+		}
+		defer client.Close()
+		lease, err := client.Request(b.ctx)
+		if err != nil {
+			return err
+		}
+		size, _ := lease.ACK.SubnetMask().Size()
+		_, err = b.Exec(b.ctx, "mach", "ip", "addr", "add", fmt.Sprintf("%s/%d", lease.ACK.YourIPAddr, size), "dev", "eth0")
+		return err
+	}))
+}
+
+// fetch gets an artifact from the box and compares it; it says how much came.
+func (b *bench) fetch(netns, sha string, want []byte) (n int64, err error) {
+	err = b.InNetns(netns, func() error {
+		var dialer net.Dialer
+		conn, err := dialer.DialContext(b.ctx, "tcp", lab.SiteLAN+":80")
+		if err != nil {
+			return err
+		}
+		defer conn.Close()
+		// The connection was made here, in the namespace; the client only uses it.
+		client := &http.Client{Timeout: time.Minute, Transport: &http.Transport{
+			DialContext: func(context.Context, string, string) (net.Conn, error) { return conn, nil }, DisableKeepAlives: true,
+		}}
+		resp, err := client.Get(fmt.Sprintf("http://%s/artifacts/%s", lab.SiteLAN, sha))
+		if err != nil {
+			return err
+		}
+		defer resp.Body.Close()
+		if resp.StatusCode != http.StatusOK {
+			return errors.New(resp.Status)
+		}
+		got, err := io.ReadAll(resp.Body)
+		n = int64(len(got))
+		if err == nil && !bytes.Equal(got, want) {
+			err = errors.New("other bytes")
+		}
+		return err
+	})
+	return n, err
+}
+
 func TestFlippedArtifactByte(t *testing.T) {
 	b := ready(t, lab.SiteOptions{})
 	// Noise stays as long as it is: several chunks of the cache.
@@ -425,27 +476,13 @@ func TestFlippedArtifactByte(t *testing.T) {
 	sha := filepath.Base(stored[0])
 	// The assignment of a deployment is what lets the machine's LAN fetch it.
 	b.cli("metal", "deploy", lab.MachineName, "--image", lab.ImageName, "--disk-serial", lab.DiskSerial, "--hostname", "node-1")
-	fetch := func() (int64, error) {
-		var n int64
-		err := b.InNetns("bmc", func() error {
-			client := &http.Client{Timeout: time.Minute, Transport: &http.Transport{DisableKeepAlives: true}}
-			resp, err := client.Get(fmt.Sprintf("http://%s/artifacts/%s", lab.SiteLAN, sha))
-			if err != nil {
-				return err
-			}
-			defer resp.Body.Close()
-			if resp.StatusCode != http.StatusOK {
-				return errors.New(resp.Status)
-			}
-			got, err := io.ReadAll(resp.Body)
-			n = int64(len(got))
-			if err == nil && !bytes.Equal(got, zst) {
-				err = errors.New("other bytes")
-			}
-			return err
-		})
-		return n, err
+	b.must(b.PlugMachine())
+	// Whoever has no lease is no machine.
+	if n, err := b.fetch("bmc", sha, zst); err == nil {
+		t.Errorf("a stranger on the LAN fetched %d bytes", n)
 	}
+	b.lease()
+	fetch := func() (int64, error) { return b.fetch("mach", sha, zst) }
 	b.must(lab.Poll(b.ctx, "fetch the artifact", func() (bool, error) {
 		n, err := fetch()
 		return err == nil && n == int64(len(zst)), nil

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"os"
+	"slices"
 
 	"github.com/klauspost/compress/zstd"
 )
@@ -16,9 +17,12 @@ const sector = 512
 // gptSectors is the GPT's header and its 128 entries (UEFI 2.10, 5.3).
 const gptSectors = 33
 
+const entryBytes = 128
+
 // CompareDisk checks that a disk holds an image (raw, zstd-compressed) byte for
-// byte, outside of what streaming changes by design: the two partition tables,
-// which also list the seed, and what lies past the image's end.
+// byte, outside of what is added by design: the two partition tables, the
+// partitions that the disk has beside the image's (the seed, and the data that
+// a node makes at its first boot), and what lies past the image's end.
 func CompareDisk(imageZst, disk string) error {
 	packed, err := os.Open(imageZst)
 	if err != nil {
@@ -64,12 +68,34 @@ func CompareDisk(imageZst, disk string) error {
 		at += int64(n)
 	}
 	end := at - gptSectors*sector
+	added := partitionsBeside(entriesImage, entriesDisk)
+	for _, p := range partitionsBeside(nil, entriesImage) {
+		if slices.ContainsFunc(added, func(a [2]int64) bool { return a[0] < p[1] && p[0] < a[1] }) {
+			return fmt.Errorf("a partition was added over one of the image's, at byte %d", p[0])
+		}
+	}
 	for ; len(pending) >= 8; pending = pending[8:] {
-		if off := int64(binary.LittleEndian.Uint64(pending)); off < end {
+		off := int64(binary.LittleEndian.Uint64(pending))
+		inAdded := slices.ContainsFunc(added, func(r [2]int64) bool { return r[0] <= off && off < r[1] })
+		if off < end && !inAdded {
 			return fmt.Errorf("the disk differs from the image at byte %d", off)
 		}
 	}
 	return compareEntries(entriesImage, entriesDisk)
+}
+
+// partitionsBeside are the byte ranges of the disk's partitions where the image has none.
+func partitionsBeside(image, disk []byte) [][2]int64 {
+	var out [][2]int64
+	none := make([]byte, 16)
+	for i := 0; i+entryBytes <= len(disk); i += entryBytes {
+		inImage := i < len(image) && !bytes.Equal(image[i:i+16], none)
+		if !inImage && !bytes.Equal(disk[i:i+16], none) {
+			first, last := binary.LittleEndian.Uint64(disk[i+32:]), binary.LittleEndian.Uint64(disk[i+40:])
+			out = append(out, [2]int64{int64(first) * sector, (int64(last) + 1) * sector})
+		}
+	}
+	return out
 }
 
 // diff lists the first differing offset of each sector, 8 bytes each.
@@ -92,10 +118,9 @@ func diff(at int64, a, b []byte) []byte {
 
 // compareEntries checks that every partition of the image is still there as it was.
 func compareEntries(image, disk []byte) error {
-	const entry = 128
-	for i := 0; i+entry <= len(image); i += entry {
-		if used := image[i : i+16]; !bytes.Equal(used, make([]byte, 16)) && !bytes.Equal(image[i:i+entry], disk[i:i+entry]) {
-			return fmt.Errorf("partition %d of the image is not the same on the disk", i/entry+1)
+	for i := 0; i+entryBytes <= len(image); i += entryBytes {
+		if used := image[i : i+16]; !bytes.Equal(used, make([]byte, 16)) && !bytes.Equal(image[i:i+entryBytes], disk[i:i+entryBytes]) {
+			return fmt.Errorf("partition %d of the image is not the same on the disk", i/entryBytes+1)
 		}
 	}
 	return nil

@@ -2,6 +2,7 @@ package lab
 
 import (
 	"bytes"
+	"encoding/binary"
 	"math/rand"
 	"os"
 	"path/filepath"
@@ -11,7 +12,10 @@ import (
 )
 
 func TestCompareDisk(t *testing.T) {
-	const imageBytes = 3 << 20
+	const (
+		imageBytes            = 3 << 20
+		addedFirst, addedLast = 4500, 4599
+	)
 	image := make([]byte, imageBytes)
 	rand.New(rand.NewSource(1)).Read(image)
 	clear(image[2*sector+128 : (1+gptSectors)*sector]) // one partition
@@ -32,6 +36,8 @@ func TestCompareDisk(t *testing.T) {
 		{"past the image", imageBytes + 7, true},
 		{"in the table's free entries, where the seed is listed", 2*sector + 200, true},
 		{"in the image's backup table", imageBytes - 5, true},
+		{"in an added partition", addedFirst*sector + 9, true},
+		{"right behind it", (addedLast + 1) * sector, false},
 		{"in the boot code", 3, false},
 		{"in an entry of the image", 2*sector + 40, false},
 		{"in the first byte after the table", (1 + gptSectors) * sector, false},
@@ -39,6 +45,10 @@ func TestCompareDisk(t *testing.T) {
 		{"in the last byte before the backup table", imageBytes - gptSectors*sector - 1, false},
 	} {
 		disk := append(bytes.Clone(image), make([]byte, 1<<20)...)
+		added := disk[2*sector+128:]
+		added[0] = 1
+		binary.LittleEndian.PutUint64(added[32:], addedFirst)
+		binary.LittleEndian.PutUint64(added[40:], addedLast)
 		if tt.flip >= 0 {
 			disk[tt.flip] ^= 1
 		}
@@ -47,6 +57,14 @@ func TestCompareDisk(t *testing.T) {
 		if err := CompareDisk(zst, path); (err == nil) != tt.ok {
 			t.Errorf("%s: CompareDisk = %v, want ok %v", tt.name, err, tt.ok)
 		}
+	}
+	over := append(bytes.Clone(image), make([]byte, 1<<20)...)
+	binary.LittleEndian.PutUint64(over[2*sector+32:], 100) // the image's partition
+	binary.LittleEndian.PutUint64(over[2*sector+40:], 200)
+	path := filepath.Join(dir, "over")
+	os.WriteFile(path, over, 0o600)
+	if err := CompareDisk(zst, path); err == nil {
+		t.Error("a moved partition passed")
 	}
 	short := filepath.Join(dir, "short")
 	os.WriteFile(short, image[:imageBytes/2], 0o600)

@@ -42,6 +42,7 @@ type Lab struct {
 	cancel  context.CancelFunc
 	wires   wires
 	procs   *spawner
+	plugged bool // the namespace "site" is on the wires
 	Gateway *Process
 	Site    *Process
 	Box     *qemutest.VM
@@ -121,6 +122,12 @@ func (l *Lab) Close() {
 
 // InNetns runs f inside a namespace: "gw", "site", "bmc", "nb" or "net".
 func (l *Lab) InNetns(name string, f func() error) error { return l.wires.do(name, f) }
+
+// PlugMachine gives the namespace "mach" the machine's network card: for tests
+// that play the machine themselves, with a Config.Machine that starts nothing.
+func (l *Lab) PlugMachine() error {
+	return l.wires.plug(plug{"mach", "eth0", MachineMAC, "", "br-lan"})
+}
 
 // Exec runs a program inside a namespace and gives its output.
 func (l *Lab) Exec(ctx context.Context, netns string, argv ...string) (string, error) {
@@ -209,6 +216,14 @@ func (l *Lab) StartSite(ctx context.Context, join string, opt SiteOptions) error
 		filepath.Join(dir, "join"), SiteUplink+"/24", lanConfig("interface = \"lan0\""), opt.Plugins, opt.Extra)
 	if err := os.WriteFile(filepath.Join(dir, "site.toml"), []byte(config), 0o600); err != nil {
 		return err
+	}
+	if !l.plugged {
+		for _, p := range []plug{{"site", "up0", "", SiteUplink, "br-up"}, {"site", "lan0", "", SiteLAN, "br-lan"}} {
+			if err := l.wires.plug(p); err != nil {
+				return err
+			}
+		}
+		l.plugged = true
 	}
 	argv := []string{l.bin("bcd"), "site", "--config", filepath.Join(dir, "site.toml"), "--state", filepath.Join(dir, "state"), "--netboot", netboot}
 	if len(opt.Hide) > 0 {

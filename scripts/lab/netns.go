@@ -29,7 +29,7 @@ type wires struct{ prefix string }
 
 func (w wires) ns(name string) string { return w.prefix + "-" + name }
 
-var namespaces = []string{"net", "gw", "site", "bmc", "nb"}
+var namespaces = []string{"net", "gw", "site", "bmc", "nb", "mach"}
 
 // makeWires builds the namespaces and links of the package comment.
 func makeWires(prefix string) (wires, error) {
@@ -51,26 +51,49 @@ func makeWires(prefix string) (wires, error) {
 		in("net", "link", "add", br, "type", "bridge", "forward_delay", "0", "mcast_snooping", "0")
 		in("net", "link", "set", br, "up")
 	}
-	for i, l := range []struct{ ns, dev, addr, bridge string }{
-		{"gw", "eth0", GatewayAddr + "/24", "br-up"},
-		{"site", "up0", SiteUplink + "/24", "br-up"},
-		{"nb", "eth0", NeighbourAddr + "/24", "br-up"},
-		{"site", "lan0", SiteLAN + "/24", "br-lan"},
-		{"bmc", "eth0", BMCAddr + "/24", "br-lan"},
-	} {
-		peer := fmt.Sprintf("port%d", i)
-		in("net", "link", "add", peer, "type", "veth", "peer", "name", l.dev, "netns", w.ns(l.ns))
-		in("net", "link", "set", peer, "master", l.bridge, "up")
-		in(l.ns, "addr", "add", l.addr, "dev", l.dev)
-		in(l.ns, "link", "set", l.dev, "up")
-	}
 	for _, s := range steps {
 		if err := ip(s...); err != nil {
 			w.remove()
 			return w, err
 		}
 	}
+	for _, p := range []plug{
+		{"gw", "eth0", "", GatewayAddr, "br-up"},
+		{"nb", "eth0", "", NeighbourAddr, "br-up"},
+		{"bmc", "eth0", "", BMCAddr, "br-lan"},
+	} {
+		if err := w.plug(p); err != nil {
+			w.remove()
+			return w, err
+		}
+	}
 	return w, nil
+}
+
+// plug is a cable from a namespace's interface to a bridge. mac and addr may be empty.
+type plug struct{ ns, dev, mac, addr, bridge string }
+
+// plug makes the cable. Whatever takes the box's or the machine's place is
+// plugged in only where it does: two of one address on a wire answer in turns.
+func (w wires) plug(p plug) error {
+	peer := p.ns + "-" + p.dev
+	steps := [][]string{
+		{"-n", w.ns("net"), "link", "add", peer, "type", "veth", "peer", "name", p.dev, "netns", w.ns(p.ns)},
+		{"-n", w.ns("net"), "link", "set", peer, "master", p.bridge, "up"},
+	}
+	if p.mac != "" {
+		steps = append(steps, []string{"-n", w.ns(p.ns), "link", "set", p.dev, "address", p.mac})
+	}
+	if p.addr != "" {
+		steps = append(steps, []string{"-n", w.ns(p.ns), "addr", "add", p.addr + "/24", "dev", p.dev})
+	}
+	steps = append(steps, []string{"-n", w.ns(p.ns), "link", "set", p.dev, "up"})
+	for _, s := range steps {
+		if err := ip(s...); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // tap adds a tap to a bridge and gives its name.
