@@ -17,7 +17,7 @@ func TestNeverPrints(t *testing.T) {
 	js, _ := json.Marshal(holder)
 	for name, got := range map[string]string{
 		"%v": fmt.Sprintf("%v", holder), "%+v": fmt.Sprintf("%+v", v), "%#v": fmt.Sprintf("%#v", v),
-		"%s": fmt.Sprintf("%s", v), "slog": log.String(), "json": string(js),
+		"%s": fmt.Sprintf("in %s", v), "slog": log.String(), "json": string(js),
 	} {
 		if strings.Contains(got, "hunter2") || !strings.Contains(got, redacted) {
 			t.Errorf("%s printed %q", name, got)
