@@ -94,6 +94,7 @@ type Agent struct {
 	online   atomic.Bool
 	reached  atomic.Bool // the session at hand was welcomed
 	heard    atomic.Bool // a gateway's time was taken in this process
+	welcome  func()      // closes what dispatch waits for: a gateway's time was offered
 	url      atomic.Uint32
 	wake     chan struct{}
 	rejoined atomic.Bool // a differing join string was refused for good
@@ -137,10 +138,12 @@ func New(cfg Config) (*Agent, error) {
 	if cfg.Role == agentv1.Role_ROLE_RAMDISK {
 		incarnation = a.bootID
 	}
+	timeKnown := make(chan struct{})
+	a.welcome = sync.OnceFunc(func() { close(timeKnown) })
 	var err error
 	a.dispatch, err = dispatch.New(dispatch.Config{
 		Role: cfg.Role, AgentID: a.AgentID, Incarnation: incarnation, Kinds: cfg.Kinds, Lanes: cfg.Lanes,
-		Journal: a.journal, Bundle: a.Bundle, Now: a.clock.Now,
+		Journal: a.journal, Bundle: a.Bundle, Now: a.clock.Now, TimeKnown: timeKnown,
 		Resolve: func(ctx context.Context, commandID string, refs []string) (map[string]secret.Value, error) {
 			return secrets.Resolve(ctx, agentv1connect.NewSecretServiceClient(a.client, a.BaseURL(), clientOptions), commandID, refs)
 		},

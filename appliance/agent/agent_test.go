@@ -587,6 +587,29 @@ func TestBundles(t *testing.T) {
 	}
 }
 
+// TestBundlesThatRanOutLeadOn: a box that was dark while a bundle came and ran
+// out still gets to the one after it, and is given no last one that ran out.
+func TestBundlesThatRanOutLeadOn(t *testing.T) {
+	g := agenttest.Start(t)
+	a := start(t, agent.Config{StateDir: t.TempDir(), Join: g.Join("t")})
+	s := g.Session(1)
+	ranOut := func(version uint64) {
+		content := g.Content(version, g.URL)
+		content.IssuedAtMs, content.ValidUntilMs = 1, time.Now().Add(-time.Hour).UnixMilli()
+		g.AddBundle(content)
+	}
+	ranOut(2)
+	g.AddBundle(g.Content(3, g.URL))
+	ranOut(4)
+	s.Drop()
+	s = g.Session(2)
+	s.Event("bundle.applied", "3")
+	s.Event("trust.failed", "trust")
+	if v := a.Bundle().Version(); v != 3 {
+		t.Errorf("bundle version = %d, want 3", v)
+	}
+}
+
 func TestStateFolderIsHeldOnce(t *testing.T) {
 	dir := t.TempDir()
 	cfg := agent.Config{Role: agentv1.Role_ROLE_SITE, StateDir: dir, Log: slog.New(slog.DiscardHandler)}

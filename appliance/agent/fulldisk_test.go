@@ -1,6 +1,7 @@
 package agent_test
 
 import (
+	"log/slog"
 	"os"
 	"path/filepath"
 	"testing"
@@ -61,6 +62,43 @@ func TestFullDisk(t *testing.T) {
 	s.Command(command("cmd_4"))
 	if code := s.Result("cmd_4").GetError().GetCode(); code != "operation-not-allowed" {
 		t.Errorf("destructive command without a journal on disk: %q, want operation-not-allowed", code)
+	}
+}
+
+// TestReadOnlyDisk has the kernel take the state folder's file system away from
+// writers, as ext4 does after an error: the box comes home all the same.
+func TestReadOnlyDisk(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("needs root to mount a small file system")
+	}
+	dir := t.TempDir()
+	if err := unix.Mount("tmpfs", dir, "tmpfs", 0, "size=4m"); err != nil {
+		t.Skipf("needs root with the right to mount: %v", err)
+	}
+	defer unix.Unmount(dir, unix.MNT_DETACH)
+	g := agenttest.Start(t)
+	cfg := agent.Config{StateDir: dir, Join: g.Join("t"), Kinds: []dispatch.Kind{echo(agentv1.Role_ROLE_SITE, nil)}}
+	a := start(t, cfg)
+	g.Session(1)
+	id := a.AgentID()
+	a.stop()
+	if err := unix.Mount("", dir, "", unix.MS_REMOUNT|unix.MS_RDONLY, ""); err != nil {
+		t.Fatal(err)
+	}
+	a = start(t, cfg)
+	s := g.Session(2)
+	if a.AgentID() != id {
+		t.Errorf("agent is %q, want the stored identity %q", a.AgentID(), id)
+	}
+	s.Event("state.degraded", "journal")
+	s.Command(command("cmd_1"))
+	if code := s.Result("cmd_1").GetError().GetCode(); code != "operation-not-allowed" {
+		t.Errorf("destructive command without a journal on disk: %q, want operation-not-allowed", code)
+	}
+	again := cfg
+	again.Role, again.Log = agentv1.Role_ROLE_SITE, slog.New(slog.DiscardHandler)
+	if _, err := agent.New(again); err == nil {
+		t.Error("a second agent took the folder")
 	}
 }
 

@@ -221,8 +221,9 @@ func (a *Agent) welcomed(w *agentv1.Welcome) error {
 	}
 	a.reached.Store(true)
 	a.takeTime(time.UnixMilli(w.GetServerTimeMs()))
-	for _, signed := range w.GetBundles() {
-		if err := a.takeBundle(signed); err != nil {
+	a.welcome() // also where the clock refused the time: there is no better one
+	for i, signed := range w.GetBundles() {
+		if err := a.takeBundle(signed, i == len(w.GetBundles())-1); err != nil {
 			// The bundle in force stays, and with it the line.
 			a.trouble("trust", err)
 			break
@@ -231,12 +232,17 @@ func (a *Agent) welcomed(w *agentv1.Welcome) error {
 	return nil
 }
 
-func (a *Agent) takeBundle(signed *agentv1.SignedBundle) error {
+// takeBundle puts the next bundle in force. Only the last one handed out must
+// not have run out.
+func (a *Agent) takeBundle(signed *agentv1.SignedBundle, last bool) error {
 	current := a.Bundle()
 	if v := trust.PeekVersion(signed); v != 0 && v <= current.Version() {
 		return nil
 	}
-	next, err := current.VerifyNext(signed, a.clock.Now())
+	next, err := current.VerifyMissed(signed)
+	if last && err == nil {
+		next, err = current.VerifyNext(signed, a.clock.Now())
+	}
 	if err != nil {
 		return fmt.Errorf("refuse a trust bundle from the gateway: %w", err)
 	}

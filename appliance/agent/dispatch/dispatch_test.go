@@ -13,6 +13,8 @@ import (
 	"testing/synctest"
 	"time"
 
+	"google.golang.org/protobuf/proto"
+
 	"github.com/better-compute/site-appliance/appliance/agent/agenttest"
 	"github.com/better-compute/site-appliance/appliance/agent/dispatch"
 	"github.com/better-compute/site-appliance/appliance/agent/journal"
@@ -38,6 +40,8 @@ type bench struct {
 	acks    []string
 	results map[string]*agentv1.CommandResult
 	times   map[string]int // how often each result came
+	latest  *agentv1.CommandProgress
+	lines   int // of progress
 }
 
 type option func(*dispatch.Config)
@@ -116,6 +120,10 @@ func (b *bench) pull() {
 	for _, f := range b.Frames() {
 		if a := f.GetAck(); a != nil {
 			b.acks = append(b.acks, a.GetCommandId())
+		}
+		if p := f.GetProgress(); p != nil {
+			b.latest = p
+			b.lines++
 		}
 		if r := f.GetResult(); r != nil {
 			b.results[r.GetCommandId()] = r
@@ -520,9 +528,7 @@ func TestSecretsOnlyAsListed(t *testing.T) {
 func TestProgress(t *testing.T) {
 	authority := agenttest.NewAuthority(t)
 	synctest.Test(t, func(t *testing.T) {
-		var b *bench
-		count := 0
-		b = start(t, authority, "", kind(func(_ context.Context, c dispatch.Call) ([]byte, error) {
+		b := start(t, authority, "", kind(func(_ context.Context, c dispatch.Call) ([]byte, error) {
 			for n := range 100 {
 				c.Progress("write", "", uint64(n), 100)
 				time.Sleep(100 * time.Millisecond)
@@ -530,24 +536,11 @@ func TestProgress(t *testing.T) {
 			return nil, nil
 		}))
 		defer b.stop()
-		ctx, cancel := context.WithCancel(t.Context())
-		var counting sync.WaitGroup
-		counting.Go(func() {
-			for ctx.Err() == nil {
-				for _, f := range b.Frames() {
-					if f.GetProgress() != nil {
-						count++
-					}
-				}
-				time.Sleep(10 * time.Millisecond)
-			}
-		})
 		b.offer("cmd_1", "k")
 		time.Sleep(11 * time.Second)
-		cancel()
-		counting.Wait()
-		if count < 15 || count > 21 {
-			t.Errorf("progress frames in 10 s = %d, want about 20: at most 2 a second", count)
+		synctest.Wait()
+		if b.lines < 15 || b.lines > 21 {
+			t.Errorf("progress frames in 10 s = %d, want about 20: at most 2 a second", b.lines)
 		}
 	})
 }
@@ -671,5 +664,82 @@ func TestNewRefuses(t *testing.T) {
 		if _, err := dispatch.New(c); err == nil {
 			t.Errorf("%s: New = nil, want an error", name)
 		}
+	}
+}
+
+// TestWordsOfOthersFitAFrame has a BMC or a plugin choose the words of an error
+// and of a progress: bytes that protobuf cannot carry, or more than the gateway takes.
+func TestWordsOfOthersFitAFrame(t *testing.T) {
+	for name, words := range map[string]string{"not UTF-8": "malformed header: \xff\xfe", "too long": strings.Repeat("é", 8<<20)} {
+		synctest.Test(t, func(t *testing.T) {
+			authority := agenttest.NewAuthority(t)
+			b := start(t, authority, filepath.Join(t.TempDir(), "journal"), kind(func(_ context.Context, c dispatch.Call) ([]byte, error) {
+				c.Progress(words, words, 0, 0)
+				time.Sleep(time.Minute)
+				return nil, errs.New(errs.BmcError, "%s", words)
+			}))
+			defer b.stop()
+			b.offer("cmd_1", "k")
+			time.Sleep(30 * time.Second)
+			synctest.Wait()
+			if n, err := proto.Marshal(b.latest); b.latest == nil || err != nil || len(n) > 16<<10 {
+				t.Errorf("%s: progress of %d bytes = %v, want one that fits", name, len(n), err)
+			}
+			time.Sleep(2 * time.Minute)
+			if got := b.outcome("cmd_1"); got != "bmc-error" {
+				t.Fatalf("%s: outcome = %q, want bmc-error", name, got)
+			}
+			result, err := proto.Marshal(b.results["cmd_1"])
+			if err != nil || len(result) > 16<<10 {
+				t.Errorf("%s: result of %d bytes = %v, want one that fits", name, len(result), err)
+			}
+			if e, _ := b.journal.Get("cmd_1"); e.State != journal.Done {
+				t.Errorf("%s: the journal says %s, want done", name, e.State)
+			}
+		})
+	}
+}
+
+// TestRestoredWaitForTheTime: after a power cut the clock may stand before the
+// not_after of what was left open, which nothing of it may run by.
+func TestRestoredWaitForTheTime(t *testing.T) {
+	authority := agenttest.NewAuthority(t)
+	for name, late := range map[string]time.Duration{"in time": time.Minute, "too late": 2 * time.Hour} {
+		synctest.Test(t, func(t *testing.T) {
+			path := filepath.Join(t.TempDir(), "journal")
+			blocked := &gate{release: make(chan struct{})}
+			b := start(t, authority, path, kind(blocked.run))
+			b.offer("cmd_first", "k")
+			b.offer("cmd_wait", "k")
+			synctest.Wait()
+			b.stop()
+
+			ran := &gate{release: make(chan struct{})}
+			close(ran.release)
+			known := make(chan struct{})
+			behind := time.Now()
+			now := func() time.Time {
+				select {
+				case <-known:
+					return time.Now()
+				default:
+					return behind
+				}
+			}
+			b = start(t, authority, path, kind(ran.run), func(c *dispatch.Config) { c.Now, c.TimeKnown = now, known })
+			defer b.stop()
+			time.Sleep(late)
+			synctest.Wait()
+			if len(ran.order) > 0 {
+				t.Errorf("%s: %v ran by a clock that nobody set", name, ran.order)
+			}
+			close(known)
+			want := "ok done"
+			if late > time.Hour {
+				want = "expired"
+			}
+			b.want("cmd_first", "interrupted")
+			b.want("cmd_wait", want)
+		})
 	}
 }

@@ -4,7 +4,8 @@
 // A command is received (before it is acknowledged), started (before any
 // effect), then done or cancelled with its one result, then acked. Each step is
 // on disk before the method returns. Acked commands stay as tombstones until
-// their not_after and 24 hours have passed. The epoch is made with the file: a
+// their not_after and 24 hours have passed; from then on nothing that could be
+// one of them is received. The epoch is made with the file: a
 // lost or damaged journal has another one, and a command for the old one is
 // refused as wrong-incarnation.
 package journal
@@ -13,7 +14,6 @@ import (
 	"crypto/rand"
 	"encoding/hex"
 	"encoding/json"
-	"errors"
 	"fmt"
 	"sync"
 	"time"
@@ -65,11 +65,12 @@ type Journal struct {
 	entries map[string]*Entry
 	order   []string // ids in order of receipt, acked ones included
 	damaged bool
+	forgot  time.Time // the latest not_after of a tombstone that is gone
 }
 
 // record is one line of the file.
 type record struct {
-	Type       string `json:"t"` // "epoch" or a State
+	Type       string `json:"t"` // "epoch", "forgot" or a State
 	Epoch      string `json:"e,omitempty"`
 	ID         string `json:"id,omitempty"`
 	Digest     []byte `json:"d,omitempty"`
@@ -88,18 +89,11 @@ func Open(path string) (*Journal, error) {
 		j.epoch = newEpoch()
 		return j, nil
 	}
-	log, records, err := reclog.Open(path)
-	if errors.Is(err, reclog.ErrDamaged) {
-		j.damaged = true
-		if records, err = reclog.Salvage(path); err != nil {
-			return nil, fmt.Errorf("set damaged journal aside: %w", err)
-		}
-		log, _, err = reclog.Open(path)
-	}
+	log, records, damaged, err := reclog.OpenOrSalvage(path)
 	if err != nil {
 		return nil, fmt.Errorf("open journal: %w", err)
 	}
-	j.log = log
+	j.log, j.damaged = log, damaged
 	for _, data := range records {
 		if err := j.replay(data); err != nil {
 			log.Close()
@@ -138,8 +132,12 @@ func (j *Journal) replay(data []byte) error {
 	if err := json.Unmarshal(data, &r); err != nil {
 		return fmt.Errorf("decode record: %w", err)
 	}
-	if r.Type == "epoch" {
+	switch r.Type {
+	case "epoch":
 		j.epoch = r.Epoch
+		return nil
+	case "forgot":
+		j.forgot = time.UnixMilli(r.NotAfterMS)
 		return nil
 	}
 	e := j.entries[r.ID]
@@ -211,12 +209,18 @@ func (j *Journal) Open() []Entry {
 	return open
 }
 
-// Received notes a new command.
+// Received notes a new command. One that is not valid for longer than a
+// forgotten one was is expired: it could be the same, come again under a clock
+// that was set back.
 func (j *Journal) Received(id string, digest [32]byte, notAfter time.Time, c *agentv1.SignedCommand) error {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	if _, ok := j.entries[id]; ok {
 		return errs.New(errs.Internal, "journal: command %s was received before", id)
+	}
+	if !notAfter.After(j.forgot) {
+		return errs.New(errs.Expired, "not_after %s has passed by the journal, which forgot commands up to %s",
+			notAfter.UTC().Format(time.RFC3339), j.forgot.UTC().Format(time.RFC3339))
 	}
 	return j.put(&Entry{ID: id, Digest: digest, State: Received, NotAfter: notAfter, Command: c})
 }
@@ -328,15 +332,32 @@ func encode(e *Entry, step bool) ([]byte, error) {
 func (j *Journal) Compact(now time.Time) error {
 	j.mu.Lock()
 	defer j.mu.Unlock()
-	order := j.order[:0:0]
+	forgot, order := j.forgot, j.order[:0:0]
+	var gone []string
 	for _, id := range j.order {
 		if e := j.entries[id]; e.State == Acked && now.After(e.NotAfter.Add(tombstoneLife)) {
-			delete(j.entries, id)
+			gone = append(gone, id)
+			if e.NotAfter.After(forgot) {
+				forgot = e.NotAfter
+			}
 			continue
 		}
 		order = append(order, id)
 	}
-	j.order = order
+	if j.log != nil && forgot.After(j.forgot) {
+		// Before they go: no cut may leave neither.
+		r, err := json.Marshal(record{Type: "forgot", NotAfterMS: forgot.UnixMilli()})
+		if err == nil {
+			err = j.log.Append(r, true)
+		}
+		if err != nil {
+			return fmt.Errorf("compact journal: %w", err)
+		}
+	}
+	for _, id := range gone {
+		delete(j.entries, id)
+	}
+	j.forgot, j.order = forgot, order
 	if j.log == nil || j.log.Size() < compactBytes {
 		return nil
 	}
@@ -360,6 +381,10 @@ func (j *Journal) records() [][]byte {
 	// encoded before: they cannot fail.
 	head, _ := json.Marshal(record{Type: "epoch", Epoch: j.epoch})
 	records := [][]byte{head}
+	if !j.forgot.IsZero() {
+		forgot, _ := json.Marshal(record{Type: "forgot", NotAfterMS: j.forgot.UnixMilli()})
+		records = append(records, forgot)
+	}
 	for _, id := range j.order {
 		if r, err := encode(j.entries[id], false); err == nil {
 			records = append(records, r)

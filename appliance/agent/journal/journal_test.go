@@ -12,6 +12,7 @@ import (
 
 	"github.com/better-compute/site-appliance/appliance/agent/journal"
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
+	"github.com/better-compute/site-appliance/appliance/base/errs"
 )
 
 var notAfter = time.UnixMilli(1_800_000_000_000)
@@ -222,6 +223,33 @@ func TestCompact(t *testing.T) {
 		}
 		if e, _ := j.Get("cmd_3"); e.Digest != [32]byte{3} {
 			t.Errorf("after Compact: tombstone's digest = %x, want kept", e.Digest)
+		}
+	}
+}
+
+// TestForgottenIsNotReceivedAgain offers a command again whose tombstone is
+// gone, as a gateway could that sets the box's clock ahead and then back.
+func TestForgottenIsNotReceivedAgain(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "journal")
+	j := open(t, path)
+	for _, step := range steps(j, "cmd_1") {
+		must(t, step())
+	}
+	must(t, j.Compact(notAfter.Add(25*time.Hour)))
+	if _, ok := j.Get("cmd_1"); ok {
+		t.Fatal("the tombstone is still there")
+	}
+	reopened := open(t, path)
+	if e, ok := reopened.Get("cmd_1"); ok && e.State != journal.Acked {
+		t.Errorf("reopened, cmd_1 is %s", e.State)
+	}
+	must(t, reopened.Compact(notAfter.Add(25*time.Hour)))
+	for name, j := range map[string]*journal.Journal{"this process": j, "the next": reopened} {
+		if err := steps(j, "cmd_1")[0](); errs.CodeOf(err) != errs.Expired {
+			t.Errorf("%s: Received(forgotten) = %v, want expired", name, err)
+		}
+		if err := j.Received("cmd_2", [32]byte{8}, notAfter.Add(time.Second), &agentv1.SignedCommand{}); err != nil {
+			t.Errorf("%s: Received(a later one) = %v, want nil", name, err)
 		}
 	}
 }

@@ -44,12 +44,14 @@ type Outbox struct {
 	log     *reclog.Log // nil: memory only
 	dirty   bool        // the log holds records that are not synced
 	epoch   string
+	told    string // the epoch that the session at hand knows; empty before the first
 	next    uint64
 	sent    uint64 // the highest seq handed out in this session
 	pending []*item
 	bytes   int
 	dropped uint64
 	damaged bool
+	lost    error // why the file was given up
 }
 
 type item struct {
@@ -72,20 +74,13 @@ func Open(path string, limit int, now func() time.Time) (*Outbox, error) {
 		o.epoch = newEpoch()
 		return o, nil
 	}
-	log, records, err := reclog.Open(path)
-	if errors.Is(err, reclog.ErrDamaged) {
-		// Unsynced telemetry may be lost out of order: keep what is whole, under a
-		// new epoch, since numbers of lost events may be used again.
-		o.damaged = true
-		if records, err = reclog.Salvage(path); err != nil {
-			return nil, fmt.Errorf("set damaged events aside: %w", err)
-		}
-		log, _, err = reclog.Open(path)
-	}
+	log, records, damaged, err := reclog.OpenOrSalvage(path)
 	if err != nil {
 		return nil, fmt.Errorf("open events: %w", err)
 	}
-	o.log = log
+	// Unsynced telemetry may be lost out of order: what is whole is kept, under a
+	// new epoch, since numbers of lost events may be used again.
+	o.log, o.damaged = log, damaged
 	for _, data := range records {
 		if err := o.replay(data); err != nil {
 			log.Close()
@@ -240,15 +235,27 @@ func (o *Outbox) write(r record, sync bool) error {
 		return err
 	}
 	if o.log.Size() > int64(2*o.bytes+1<<20) {
-		if err := o.compact(); err != nil {
-			return err
-		}
+		err = o.compact()
 	}
-	if err := o.log.Append(data, sync); err != nil {
-		return err
+	if err == nil {
+		err = o.log.Append(data, sync)
 	}
-	o.dirty = !sync
-	return nil
+	switch {
+	case err == nil:
+		o.dirty = !sync
+	case o.log.Err() != nil:
+		o.leaveDisk(err)
+		err = nil
+	}
+	return err
+}
+
+// leaveDisk goes on in memory when the file can be written no more: a box with
+// a bad disk still tells what happens on it. Nobody knows which numbers are on
+// disk, so another epoch begins.
+func (o *Outbox) leaveDisk(err error) {
+	o.log.Close()
+	o.log, o.lost, o.epoch = nil, err, newEpoch()
 }
 
 // compact rewrites the file with what is pending.
@@ -272,8 +279,14 @@ func (o *Outbox) compact() error {
 	return o.log.Replace(records)
 }
 
-// Epoch names this outbox's life; sequence numbers are unique within it.
-func (o *Outbox) Epoch() string { return o.epoch }
+// Epoch names this outbox's life; sequence numbers are unique within it. A
+// session asks for it as it begins.
+func (o *Outbox) Epoch() string {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	o.told = o.epoch
+	return o.epoch
+}
 
 // NextSeq is the number that the next event gets.
 func (o *Outbox) NextSeq() uint64 {
@@ -283,7 +296,11 @@ func (o *Outbox) NextSeq() uint64 {
 }
 
 // Durable reports whether events outlive the process.
-func (o *Outbox) Durable() bool { return o.log != nil }
+func (o *Outbox) Durable() bool {
+	o.mu.Lock()
+	defer o.mu.Unlock()
+	return o.log != nil
+}
 
 // Damaged reports whether Open had to set a damaged file aside.
 func (o *Outbox) Damaged() bool { return o.damaged }
@@ -318,8 +335,9 @@ func (o *Outbox) Acked(seq uint64) error {
 		return fmt.Errorf("the gateway acknowledged event %d; the next one is %d", seq, o.next)
 	}
 	o.forget(seq)
-	// A lost ack is repeated by the gateway's Welcome.
-	return o.write(record{Type: "ack", Seq: seq}, false)
+	// A lost ack is repeated by the gateway's Welcome: a full disk ends no session.
+	_ = o.write(record{Type: "ack", Seq: seq}, false)
+	return nil
 }
 
 func (o *Outbox) forget(seq uint64) {
@@ -328,7 +346,7 @@ func (o *Outbox) forget(seq uint64) {
 
 // Events returns up to n events that this session has not sent, in order. What
 // it returns is on disk: a number that the gateway has seen is never used for
-// another event.
+// another event. An error ends the session: the next one knows the epoch in force.
 func (o *Outbox) Events(n int) ([]*agentv1.Event, error) {
 	o.mu.Lock()
 	defer o.mu.Unlock()
@@ -350,9 +368,12 @@ func (o *Outbox) Events(n int) ([]*agentv1.Event, error) {
 	}
 	if o.log != nil && o.dirty {
 		if err := o.log.Sync(); err != nil {
-			return nil, err
+			o.leaveDisk(err)
 		}
 		o.dirty = false
+	}
+	if o.told != "" && o.told != o.epoch {
+		return nil, fmt.Errorf("events are kept in memory alone from now on: %w", o.lost)
 	}
 	o.sent = out[len(out)-1].GetSeq()
 	if len(out) == n {

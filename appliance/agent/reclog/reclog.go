@@ -26,11 +26,16 @@ var castagnoli = crc32.MakeTable(crc32.Castagnoli)
 // behind, since each record is on disk before the next one is written.
 var ErrDamaged = errors.New("records before the end of the file are damaged")
 
+// roomBytes is what is set aside on disk past the file's end, so that a full
+// disk does not stop who keeps records at once: that is thousands of them.
+const roomBytes = 1 << 20
+
 // Log is an open file. It is not safe for concurrent use.
 type Log struct {
 	path string
 	file *os.File
 	size int64
+	room int64 // up to where the file system has set blocks aside
 	err  error // after a failed sync nothing more is believed
 }
 
@@ -48,6 +53,20 @@ func Open(path string) (*Log, [][]byte, error) {
 		return nil, nil, err
 	}
 	return l, records, nil
+}
+
+// OpenOrSalvage is Open, and for a damaged file Salvage and a file that begins
+// anew: damaged then says that records are lost behind those that it returns.
+func OpenOrSalvage(path string) (l *Log, records [][]byte, damaged bool, err error) {
+	l, records, err = Open(path)
+	if !errors.Is(err, ErrDamaged) {
+		return l, records, false, err
+	}
+	if records, err = Salvage(path); err != nil {
+		return nil, nil, true, fmt.Errorf("set damaged file aside: %w", err)
+	}
+	l, _, err = Open(path)
+	return l, records, true, err
 }
 
 // Salvage sets a damaged file aside as path + ".damaged", over an older one,
@@ -82,6 +101,7 @@ func (l *Log) load() ([][]byte, error) {
 		}
 	}
 	l.size = int64(good)
+	l.keepRoom()
 	if _, err := l.file.Seek(l.size, io.SeekStart); err != nil {
 		return nil, err
 	}
@@ -148,13 +168,23 @@ func (l *Log) Append(record []byte, sync bool) error {
 		return fmt.Errorf("append to %s: %w", l.path, err)
 	}
 	l.size += int64(len(data))
+	l.keepRoom()
 	if !sync {
 		return nil
 	}
 	return l.Sync()
 }
 
+// keepRoom renews the room once half of it is used. A disk or a file system
+// that gives none is no fault: then appending says when it fails.
+func (l *Log) keepRoom() {
+	if l.room-l.size < roomBytes/2 && setAside(l.file, l.size, roomBytes) == nil {
+		l.room = l.size + roomBytes
+	}
+}
+
 func (l *Log) rewind() error {
+	l.room = 0 // cutting a file gives its room back
 	if err := l.file.Truncate(l.size); err != nil {
 		return err
 	}
@@ -196,9 +226,13 @@ func (l *Log) Replace(records [][]byte) error {
 		return l.err
 	}
 	l.file.Close()
-	l.file, l.size = f, int64(len(data))
+	l.file, l.size, l.room = f, int64(len(data)), 0
+	l.keepRoom()
 	return nil
 }
+
+// Err is why the log refuses everything, or nil.
+func (l *Log) Err() error { return l.err }
 
 // Size is the file's length in bytes.
 func (l *Log) Size() int64 { return l.size }

@@ -111,6 +111,19 @@ func VerifyFirst(rootSet [32]byte, s *agentv1.SignedBundle, now time.Time) (*Bun
 // VerifyNext takes the successor of b: signed by a threshold of b's roots and
 // of its own, with the next version.
 func (b *Bundle) VerifyNext(s *agentv1.SignedBundle, now time.Time) (*Bundle, error) {
+	next, err := b.VerifyMissed(s)
+	if err != nil {
+		return nil, err
+	}
+	if err := next.fresh(now); err != nil {
+		return nil, err
+	}
+	return next, nil
+}
+
+// VerifyMissed is VerifyNext for a bundle that others follow: it may have run
+// out while the box was dark, and is still the only way to those.
+func (b *Bundle) VerifyMissed(s *agentv1.SignedBundle) (*Bundle, error) {
 	next, err := parse(s)
 	if err != nil {
 		return nil, err
@@ -123,9 +136,6 @@ func (b *Bundle) VerifyNext(s *agentv1.SignedBundle, now time.Time) (*Bundle, er
 	}
 	if next.Version() != b.Version()+1 {
 		return nil, errs.New(errs.InvalidPayload, "trust bundle version %d follows %d; versions rise by one", next.Version(), b.Version())
-	}
-	if err := next.fresh(now); err != nil {
-		return nil, err
 	}
 	return next, nil
 }

@@ -13,6 +13,8 @@ import (
 type Trusted struct {
 	build time.Time
 	now   func() time.Time
+	first time.Time // the floor that it began with
+	began time.Time // local reading then, with its monotonic part
 
 	mu     sync.Mutex
 	floor  time.Time
@@ -29,7 +31,7 @@ func New(build, saved time.Time, now func() time.Time) *Trusted {
 	if saved.After(floor) && saved.Before(build.Add(horizon)) {
 		floor = saved
 	}
-	return &Trusted{build: build, now: now, floor: floor}
+	return &Trusted{build: build, now: now, first: floor, began: now(), floor: floor}
 }
 
 // Now is gateway time carried on by the monotonic clock once a gateway was
@@ -65,12 +67,14 @@ func (t *Trusted) Floor() time.Time {
 	return t.floor
 }
 
-// maxStep bounds what one session may add to the floor beyond elapsed time.
-const maxStep = 366 * 24 * time.Hour
+// maxStep bounds what one process may add to the floor beyond elapsed time. It
+// is less than a gateway's certificate always has left: a floor that a wrong
+// clock of the gateway's left behind must not keep the box from coming home.
+const maxStep = 30 * 24 * time.Hour
 
 // Verified takes a gateway's time from an authenticated answer. It refuses a
-// time past build + 10 years, and moves the floor by at most a year beyond
-// what has elapsed since the gateway was last heard.
+// time past build + 10 years, and moves the floor by at most 30 days beyond
+// what has elapsed since New, however often it is called.
 func (t *Trusted) Verified(server time.Time) error {
 	t.mu.Lock()
 	defer t.mu.Unlock()
@@ -81,14 +85,11 @@ func (t *Trusted) Verified(server time.Time) error {
 		return fmt.Errorf("gateway time %s is before the build (%s)", server.UTC().Format(time.RFC3339), t.build.UTC().Format(time.RFC3339))
 	}
 	local := t.now()
-	elapsed := time.Duration(0)
-	if !t.mark.IsZero() {
-		elapsed = local.Sub(t.mark)
-	}
 	t.server, t.mark = server, local
-	if limit := t.floor.Add(elapsed + maxStep); server.After(limit) {
-		t.floor = limit
-	} else if server.After(t.floor) {
+	if limit := t.first.Add(local.Sub(t.began) + maxStep); server.After(limit) {
+		server = limit
+	}
+	if server.After(t.floor) {
 		t.floor = server
 	}
 	return nil

@@ -55,3 +55,24 @@ func TestSavedFloorPastHorizonIsIgnored(t *testing.T) {
 		t.Errorf("Floor() = %v, want the build", got)
 	}
 }
+
+// TestFloorMovesOncePerProcess: a gateway whose clock is far ahead, at every
+// heartbeat, must not leave a floor behind under which no certificate of its
+// own is valid any more after a restart.
+func TestFloorMovesOncePerProcess(t *testing.T) {
+	local := build
+	c := New(build, time.Time{}, func() time.Time { return local })
+	for n := range 100 {
+		local = local.Add(20 * time.Second)
+		if err := c.Verified(build.Add(time.Duration(n) * 30 * 24 * time.Hour)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if got, limit := c.Floor(), local.Add(maxStep); got.After(limit) {
+		t.Errorf("Floor() = %v, want at most %v", got, limit)
+	}
+	// A serving gateway's certificate always has more than this left.
+	if maxStep >= 45*24*time.Hour {
+		t.Errorf("maxStep = %s, want less than half of a certificate's life", maxStep)
+	}
+}
