@@ -15,8 +15,10 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
+	"unicode/utf8"
 
 	"connectrpc.com/connect"
 	"google.golang.org/protobuf/proto"
@@ -655,6 +657,46 @@ func TestEvents(t *testing.T) {
 	eventually(t, "hooks", func() bool { mu.Lock(); defer mu.Unlock(); return len(heard) == 7 })
 }
 
+// TestWordsOfAgentsCanBeListed has an agent send what protobuf cannot carry as
+// text. What it said is listed to people: one such row would fail every list.
+func TestWordsOfAgentsCanBeListed(t *testing.T) {
+	g := gatewaytest.New(t)
+	box := g.Site("site_1")
+	s := box.Connect()
+	s.Event(&agentv1.Event{Seq: 1, Name: "machine.hardware", Class: "state", AtMs: 1, BodyJson: []byte("{\"a\":\"\xff\"}")})
+	if f := s.Next().GetEventAck(); f.GetSeq() != 1 {
+		t.Fatalf("ack = %v, want 1", f)
+	}
+	events, err := g.Store.Events(t.Context(), store.EventFilter{AgentID: box.ID, SiteIDs: []string{"site_1"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	refused := false
+	for _, e := range events {
+		refused = refused || e.Name == "event.refused"
+		if !utf8.ValidString(e.Name + e.Key + e.BodyJSON) {
+			t.Errorf("event kept as %q", e.BodyJSON)
+		}
+	}
+	if !refused {
+		t.Error("no event tells of the refusal")
+	}
+
+	id := submit(t, g, powerOn(box.ID))
+	s.Command(box)
+	s.Ack(id)
+	long := "x" + strings.Repeat("é", 1<<20)
+	s.Send(&agentv1.AgentFrame{Frame: &agentv1.AgentFrame_Progress{Progress: &agentv1.CommandProgress{CommandId: id, Phase: "p", Message: long}}})
+	eventually(t, "progress", func() bool { return g.Commands.Progress(id) != "" })
+	if text := g.Commands.Progress(id); !utf8.ValidString(text) {
+		t.Errorf("progress ends in half a letter: %q", text[len(text)-4:])
+	}
+	s.Fail(id, &agentv1.Error{Code: "bmc-error", Message: long})
+	if out := wait(t, g, id); out.Err == nil || !utf8.ValidString(out.Err.Message) {
+		t.Error("the error's message ends in half a letter")
+	}
+}
+
 func TestOneSessionPerAgent(t *testing.T) {
 	g := gatewaytest.New(t)
 	box := g.Site("site_1")
@@ -709,6 +751,10 @@ func TestHelloIsChecked(t *testing.T) {
 		"protocol 2 only":  {func(h *agentv1.Hello) { h.ProtocolMin, h.ProtocolMax = 2, 2 }, errs.ProtocolUnsupported},
 		"no boot_id":       {func(h *agentv1.Hello) { h.BootId = "" }, errs.InvalidPayload},
 		"no journal_epoch": {func(h *agentv1.Hello) { h.JournalEpoch = "" }, errs.InvalidPayload},
+		"a long version":   {func(h *agentv1.Hello) { h.Version = strings.Repeat("1", 1<<20) }, errs.InvalidPayload},
+		"a long driver": {func(h *agentv1.Hello) {
+			h.Drivers = []*agentv1.AdvertisedDriver{{Id: "acme", Version: "1", Capabilities: []string{strings.Repeat("x", 1<<20)}}}
+		}, errs.InvalidPayload},
 	} {
 		hello := box.Hello()
 		tt.edit(hello)
@@ -766,6 +812,35 @@ func TestPeerThatDoesNotRead(t *testing.T) {
 	for range 8 {
 		s.Command(box) // all came, those of the lost session too
 	}
+}
+
+// TestLargeFramesWaitAtTheirSender has an agent send large events faster than
+// they are taken: they stay on its side of the line, not in the gateway's memory.
+func TestLargeFramesWaitAtTheirSender(t *testing.T) {
+	g := gatewaytest.Make(t)
+	free := make(chan struct{})
+	g.Prepare = func(gw *gateway.Gateway) {
+		gw.Sessions.OnEvent(func(context.Context, string, *agentv1.Event) { <-free })
+	}
+	g.Start()
+	s := g.Site("site_1").Connect()
+	const events = 20
+	var sent atomic.Int32
+	go func() {
+		for seq := range uint64(events) {
+			if s.Stream.Send(&agentv1.AgentFrame{Frame: &agentv1.AgentFrame_Event{Event: &agentv1.Event{
+				Seq: seq + 1, Name: "pxe.stage", Class: "telemetry", BodyJson: bytes.Repeat([]byte("1"), 4<<20)}}}) != nil {
+				return
+			}
+			sent.Add(1)
+		}
+	}()
+	time.Sleep(3 * time.Second)
+	if n := sent.Load(); n > events/2 {
+		t.Errorf("%d of %d events of 4 MiB have left their sender while none is taken", n, events)
+	}
+	close(free)
+	eventually(t, "the rest", func() bool { return sent.Load() == events })
 }
 
 func TestNewTokenRefuses(t *testing.T) {

@@ -504,6 +504,37 @@ func header(tenant, name string) *computev1.ImportArtifactRequest {
 	return &computev1.ImportArtifactRequest{Part: &computev1.ImportArtifactRequest_Header{Header: &computev1.ImportHeader{TenantId: tenant, Name: name, Arch: "amd64", Format: "raw.zst"}}}
 }
 
+// TestImportKeepsNames: a tenant cannot give another meaning to a name that
+// another tenant's deploys go by, for another architecture neither.
+func TestImportKeepsNames(t *testing.T) {
+	r := newRig(t)
+	for _, tenant := range []string{"acme", "other"} {
+		r.token(tenant, tenant, time.Time{}, "compute:artifacts:write")
+	}
+	put := func(tenant, name, arch string) error {
+		h := header(tenant, name)
+		h.GetHeader().Arch = arch
+		stream := computev1connect.NewArtifactServiceClient(r.as(tenant), r.server.URL).Import(t.Context())
+		for _, frame := range []*computev1.ImportArtifactRequest{h, {Part: &computev1.ImportArtifactRequest_Data{Data: []byte(tenant)}}} {
+			if stream.Send(frame) != nil {
+				break // refused meanwhile: the answer says why
+			}
+		}
+		_, err := stream.CloseAndReceive()
+		return err
+	}
+	must(t, put("acme", "node", "amd64"))
+	must(t, put("acme", "node", "amd64"))
+	must(t, put("other", "their-node", "amd64"))
+	for _, arch := range []string{"amd64", "arm64"} {
+		wantError(t, "another tenant's name", put("other", "node", arch), connect.CodeAlreadyExists, "INVALID_INPUT: taken")
+	}
+	a, err := r.store.Artifact(t.Context(), "node", "")
+	if err != nil || a.SizeBytes != uint64(len("acme")) {
+		t.Errorf("node has %d bytes, %v, want the first tenant's", a.SizeBytes, err)
+	}
+}
+
 func TestImportRefusals(t *testing.T) {
 	r := newRig(t)
 	r.token("importer", "acme", time.Time{}, "compute:artifacts:write")

@@ -23,7 +23,8 @@ var (
 )
 
 // Import takes in an artifact's bytes. Artifacts are every tenant's: a digest
-// names the same bytes for all.
+// names the same bytes for all. A name's meaning is for the tenant to change
+// that gave it first: another's deploys go by it.
 func (s artifactService) Import(ctx context.Context, stream *connect.ClientStream[computev1.ImportArtifactRequest]) (*connect.Response[computev1.ImportArtifactResponse], error) {
 	if !stream.Receive() {
 		if err := stream.Err(); err != nil {
@@ -45,6 +46,11 @@ func (s artifactService) Import(ctx context.Context, stream *connect.ClientStrea
 		return nil, apierr.Invalid("arch %q: want amd64 or arm64", header.Arch)
 	case header.Format != "raw.zst":
 		return nil, apierr.Cannot("image-format-unsupported", "format %q: only raw.zst is served", header.Format)
+	}
+	if err := s.Store.ClaimArtifactName(ctx, header.Name, header.TenantId); errors.Is(err, store.ErrConflict) {
+		return nil, apierr.Taken("the artifact name %s is another tenant's", header.Name)
+	} else if err != nil {
+		return nil, err
 	}
 	artifact, err := s.Artifacts.Import(ctx, header.Name, header.Arch, header.Format, &streamReader{stream: stream})
 	if e := (*errs.Error)(nil); errors.As(err, &e) && e.Code == errs.InvalidArgs {

@@ -212,15 +212,6 @@ func MayAct(a store.Agent) error {
 	return errs.New(errs.Revoked, "agent %s is revoked", a.ID)
 }
 
-// Known reports whether there is a command with this id.
-func (s *Service) Known(ctx context.Context, id string) (bool, error) {
-	_, err := s.store.Command(ctx, id)
-	if errors.Is(err, store.ErrNotFound) {
-		return false, nil
-	}
-	return err == nil, err
-}
-
 // Wait blocks until the command has its outcome; its own error is ctx's, or
 // that there is no such command.
 func (s *Service) Wait(ctx context.Context, id string) (Outcome, error) {

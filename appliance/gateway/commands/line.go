@@ -5,6 +5,7 @@ import (
 	"crypto/sha256"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"google.golang.org/protobuf/proto"
@@ -119,7 +120,7 @@ func (s *Service) Report(p *agentv1.CommandProgress) {
 		text += fmt.Sprintf(" (%d)", p.Done)
 	}
 	if len(text) > maxProgress {
-		text = text[:maxProgress]
+		text = strings.ToValidUTF8(text[:maxProgress], "") // no half letter: it could not be listed
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()

@@ -317,7 +317,17 @@ const patience = 20 * time.Second
 // Next is the next frame other than a heartbeat.
 func (s *Session) Next() *agentv1.GatewayFrame {
 	s.t.Helper()
-	timer := time.NewTimer(patience)
+	f := s.within(patience)
+	if f == nil {
+		s.t.Fatal("no frame came")
+	}
+	return f
+}
+
+// within is the next frame other than a heartbeat, nil where none comes in time.
+func (s *Session) within(d time.Duration) *agentv1.GatewayFrame {
+	s.t.Helper()
+	timer := time.NewTimer(d)
 	defer timer.Stop()
 	for {
 		select {
@@ -329,7 +339,7 @@ func (s *Session) Next() *agentv1.GatewayFrame {
 				return f
 			}
 		case <-timer.C:
-			s.t.Fatal("no frame came")
+			return nil
 		}
 	}
 }
@@ -337,20 +347,8 @@ func (s *Session) Next() *agentv1.GatewayFrame {
 // Quiet fails the test if a frame other than a heartbeat comes within d.
 func (s *Session) Quiet(d time.Duration) {
 	s.t.Helper()
-	timer := time.NewTimer(d)
-	defer timer.Stop()
-	for {
-		select {
-		case f, ok := <-s.frames:
-			if !ok {
-				s.t.Fatalf("stream ended: %v", s.err)
-			}
-			if f.GetHeartbeat() == nil {
-				s.t.Fatalf("frame %v came, want none", f)
-			}
-		case <-timer.C:
-			return
-		}
+	if f := s.within(d); f != nil {
+		s.t.Fatalf("frame %v came, want none", f)
 	}
 }
 

@@ -111,10 +111,14 @@ func validAddress(address string) bool {
 	return len(host) <= 253 && hostName.MatchString(host)
 }
 
+// maxMACs is what a box takes of one machine: with more, it would refuse every
+// snapshot of the whole site.
+const maxMACs = 16
+
 // ParseMACs checks and normalises MACs: lower-case, colon-separated, sorted.
 func ParseMACs(macs []string) ([]string, error) {
-	if len(macs) > 32 {
-		return nil, apierr.Invalid("macs: at most 32, not %d", len(macs))
+	if len(macs) > maxMACs {
+		return nil, apierr.Invalid("macs: at most %d, not %d", maxMACs, len(macs))
 	}
 	var out []string
 	for _, text := range macs {

@@ -2,6 +2,7 @@ package metal
 
 import (
 	"errors"
+	"fmt"
 	"slices"
 	"strings"
 	"testing"
@@ -95,6 +96,21 @@ func TestParseMACs(t *testing.T) {
 		if (err == nil) != c.ok || (c.ok && !slices.Equal(got, c.want)) {
 			t.Errorf("ParseMACs(%q) = %q, %v, want %q", c.in, got, err, c.want)
 		}
+	}
+}
+
+// TestMACsFitTheBox: a box refuses the snapshot of a whole site over one machine
+// with more than 16 MACs.
+func TestMACsFitTheBox(t *testing.T) {
+	var macs []string
+	for n := range 16 {
+		macs = append(macs, fmt.Sprintf("52:54:00:00:00:%02x", n))
+	}
+	if _, err := ParseMACs(macs); err != nil {
+		t.Errorf("ParseMACs of 16 = %v", err)
+	}
+	if _, err := ParseMACs(append(macs, "52:54:00:00:01:00")); code(err) != apierr.InvalidInput {
+		t.Errorf("ParseMACs of 17 = %v, want INVALID_INPUT", err)
 	}
 }
 

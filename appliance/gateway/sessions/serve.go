@@ -6,7 +6,11 @@ import (
 	"errors"
 	"fmt"
 	"math/rand/v2"
+	"strings"
 	"time"
+	"unicode/utf8"
+
+	"google.golang.org/protobuf/proto"
 
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
@@ -16,6 +20,7 @@ import (
 const (
 	// maxEventBatch is how many waiting events share one commit.
 	maxEventBatch = 64
+	maxBatchBytes = 4 << 20
 	maxEventBody  = 256 << 10
 	maxMessage    = 4 << 10
 	maxResult     = 4 << 20
@@ -74,6 +79,7 @@ func (x *session) serve(ctx context.Context, frames <-chan received, hello *agen
 				return nil, err
 			}
 		case f := <-frames:
+			f.done()
 			if f.err != nil {
 				return nil, f.err
 			}
@@ -260,16 +266,20 @@ func (x *session) result(ctx context.Context, r *agentv1.CommandResult) (*agentv
 	return nil, x.deliver(ctx)
 }
 
-func cut(s string, n int) string { return s[:min(len(s), n)] }
+// cut is at most n bytes of s, and never half of a letter: who lists it later
+// could not encode it.
+func cut(s string, n int) string { return strings.ToValidUTF8(s[:min(len(s), n)], "") }
 
 // events keeps one event and those that wait behind it in one commit, then
 // acknowledges the last, then tells the hooks.
 func (x *session) events(ctx context.Context, first *agentv1.Event, frames <-chan received) (*agentv1.Close, error) {
-	batch := []*agentv1.Event{first}
+	batch, size := []*agentv1.Event{first}, proto.Size(first)
 	var after *received
-	for after == nil && len(batch) < maxEventBatch {
+	for after == nil && len(batch) < maxEventBatch && size < maxBatchBytes {
 		select {
 		case f := <-frames:
+			f.done()
+			size += proto.Size(f.frame)
 			if e := f.frame.GetEvent(); f.err == nil && e != nil {
 				batch = append(batch, e)
 			} else {
@@ -318,8 +328,10 @@ func eventFault(e *agentv1.Event) string {
 		return "its class is not state, telemetry or audit"
 	case len(e.BodyJson) > maxEventBody:
 		return fmt.Sprintf("its body of %d bytes is over %d", len(e.BodyJson), maxEventBody)
-	case len(e.BodyJson) > 0 && !json.Valid(e.BodyJson):
-		return "its body is not JSON"
+	case len(e.BodyJson) > 0 && (!json.Valid(e.BodyJson) || !utf8.Valid(e.BodyJson)):
+		// json.Valid lets any bytes stand in a string; a list of events with them
+		// in it could not be encoded.
+		return "its body is not JSON in UTF-8"
 	}
 	return ""
 }

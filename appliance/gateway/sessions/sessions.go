@@ -211,21 +211,46 @@ func (s *Service) Connect(ctx context.Context, stream *connect.BidiStream[agentv
 	return nil
 }
 
-// received is one frame, or how the stream ended.
+// received is one frame, or how the stream ended. Who takes it calls done.
 type received struct {
 	frame *agentv1.AgentFrame
 	err   error
+	room  <-chan struct{} // the place that a large frame holds
 }
+
+func (r received) done() {
+	if r.room != nil {
+		<-r.room
+	}
+}
+
+const (
+	// largeFrame is what few frames exceed, and largeWaiting how many of those
+	// may wait at once: a peer that sends faster than the store takes must not
+	// have all of it kept in memory.
+	largeFrame   = 64 << 10
+	largeWaiting = 2
+)
 
 // read pumps frames until the stream or the handler ends. The handler's return
 // ends a blocked Receive, so it cannot be waited for here; Drain waits.
 func (s *Service) read(x *session) <-chan received {
 	frames := make(chan received, 64)
+	room := make(chan struct{}, largeWaiting)
 	s.wg.Go(func() {
 		for {
 			f, err := x.stream.Receive()
+			r := received{frame: f, err: err}
+			if err == nil && proto.Size(f) > largeFrame {
+				select {
+				case room <- struct{}{}:
+					r.room = room
+				case <-x.gone:
+					return
+				}
+			}
 			select {
-			case frames <- received{f, err}:
+			case frames <- r:
 			case <-x.gone:
 				return
 			}
@@ -312,6 +337,7 @@ func (x *session) hello(ctx context.Context, frames <-chan received) (*agentv1.H
 	case <-timer.C:
 		return nil, closing(errs.Timeout, 0, "no Hello came"), nil
 	case first = <-frames:
+		first.done()
 	}
 	if first.err != nil {
 		return nil, nil, first.err
@@ -328,10 +354,26 @@ func (x *session) hello(ctx context.Context, frames <-chan received) (*agentv1.H
 		return nil, closing(errs.ProtocolUnsupported, time.Hour, "this gateway speaks protocol %d, the agent %d to %d", Protocol, h.ProtocolMin, h.ProtocolMax), nil
 	case h.BootId == "" || h.JournalEpoch == "" || h.EventEpoch == "":
 		return nil, closing(errs.InvalidPayload, time.Minute, "Hello lacks boot_id, journal_epoch or event_epoch"), nil
-	case len(h.Drivers) > 1024 || len(h.Capabilities) > 1024 || len(h.Open) > 1<<16 || len(h.Lanes) > 64:
+	case len(h.Drivers) > 1024 || len(h.Capabilities) > 1024 || len(h.Open) > 1<<16 || len(h.Lanes) > 64 || aboutItself(h) > maxAboutItself:
 		return nil, closing(errs.InvalidPayload, time.Minute, "Hello lists too much"), nil
 	}
 	return h, nil, nil
+}
+
+// maxAboutItself bounds what an agent's row keeps of its Hello: whoever lists
+// agents reads all of it, again and again.
+const maxAboutItself = 256 << 10
+
+// aboutItself is how many bytes of a Hello go into the agent's row.
+func aboutItself(h *agentv1.Hello) int {
+	n := len(h.Version) + len(h.BootId) + len(h.JournalEpoch) + len(h.EventEpoch) + len(h.ClockSource)
+	for _, d := range h.Drivers {
+		n += proto.Size(d)
+	}
+	for _, c := range h.Capabilities {
+		n += len(c)
+	}
+	return n
 }
 
 // cloned holds both boxes that use one key, and says so where a person looks.

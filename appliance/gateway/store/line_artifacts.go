@@ -28,6 +28,13 @@ func scanArtifact(row scanner) (Artifact, error) {
 	return a, one(err)
 }
 
+// ClaimArtifactName gives a name to the tenant that asks first, for good;
+// ErrConflict where it is another's.
+func (s *Store) ClaimArtifactName(ctx context.Context, name, tenantID string) error {
+	return s.change(ctx, `INSERT INTO artifact_names (name, tenant_id) VALUES (?, ?)
+		ON CONFLICT (name) DO UPDATE SET tenant_id = excluded.tenant_id WHERE tenant_id = excluded.tenant_id`, name, tenantID)
+}
+
 // PutArtifact names a file; the name's older meaning is replaced.
 func (s *Store) PutArtifact(ctx context.Context, a Artifact) error {
 	return s.write(ctx, func(tx *sql.Tx) error {

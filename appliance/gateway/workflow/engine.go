@@ -62,6 +62,7 @@ type Engine struct {
 	// command may have ended well while the gateway was away.
 	grace   time.Duration
 	between backoff.Policy // the attempts of a step
+	pause   time.Duration  // before a workflow whose state cannot be stored is taken up again
 
 	mu     sync.Mutex
 	woken  chan struct{}            // closed and replaced by Wake
@@ -79,7 +80,7 @@ func New(c Config) *Engine {
 		c.Parallel = 64
 	}
 	return &Engine{
-		Config: c, kick: make(chan struct{}, 1), grace: time.Minute, between: backoff.Policy{Min: 2 * time.Second, Max: 30 * time.Second, Rand: rand.Float64},
+		Config: c, kick: make(chan struct{}, 1), grace: time.Minute, pause: 10 * time.Second, between: backoff.Policy{Min: 2 * time.Second, Max: 30 * time.Second, Rand: rand.Float64},
 		woken: make(chan struct{}), notes: map[string]string{}, sites: map[string]chan struct{}{}, active: map[string]bool{},
 	}
 }
@@ -240,6 +241,16 @@ func (e *Engine) launch(ctx context.Context, wg *sync.WaitGroup) error {
 // running, and is taken up again.
 var errParked = errors.New("parked")
 
+// wait holds a workflow back that the store does not take now: it is taken up
+// again at once where this returns.
+func (e *Engine) wait(ctx context.Context, log *slog.Logger, err error) {
+	log.Error("workflow waits: its state cannot be stored", "err", err)
+	select {
+	case <-ctx.Done():
+	case <-time.After(e.pause):
+	}
+}
+
 // execute runs a workflow from its first unfinished step to its end.
 func (e *Engine) execute(ctx context.Context, w store.Workflow) {
 	log := e.Log.With("workflow", w.ID, "name", w.Name, "machine", w.MachineID)
@@ -251,11 +262,7 @@ func (e *Engine) execute(ctx context.Context, w store.Workflow) {
 		return // unfinished on purpose
 	}
 	if errors.Is(err, errParked) {
-		log.Error("workflow waits: its state cannot be stored", "err", err)
-		select {
-		case <-ctx.Done():
-		case <-time.After(10 * time.Second):
-		}
+		e.wait(ctx, log, err)
 		return
 	}
 	w.Ended = e.Store.Now()
@@ -285,7 +292,7 @@ func (e *Engine) execute(ctx context.Context, w store.Workflow) {
 	}
 	if err != nil {
 		if ctx.Err() == nil {
-			log.Error("workflow end not stored", "err", err)
+			e.wait(ctx, log, err)
 		}
 		return
 	}

@@ -1,8 +1,10 @@
 package workflow
 
 import (
+	"bytes"
 	"context"
 	"crypto/sha256"
+	"database/sql"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -11,6 +13,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"sync/atomic"
 	"testing"
 	"time"
 
@@ -31,6 +34,7 @@ import (
 // world is a box, a machine and a line to both: it outlives engines.
 type world struct {
 	t     *testing.T
+	path  string // of the store's file
 	store *store.Store
 	m     store.Machine
 	box   string
@@ -66,13 +70,14 @@ var image = &Image{Format: "raw.zst", SHA256: strings.Repeat("a", 64), SizeBytes
 
 func newWorld(t *testing.T) *world {
 	t.Helper()
-	st, err := store.Open(filepath.Join(t.TempDir(), "gateway.db"), time.Now)
+	path := filepath.Join(t.TempDir(), "gateway.db")
+	st, err := store.Open(path, time.Now)
 	if err != nil {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { st.Close() })
 	ctx := t.Context()
-	w := &world{t: t, store: st, box: "ag_box", online: map[string]bool{"ag_box": true}, power: "on", device: "disk", secrets: map[string]string{}, commands: map[string]*sent{}, nth: map[string]int{}}
+	w := &world{t: t, path: path, store: st, box: "ag_box", online: map[string]bool{"ag_box": true}, power: "on", device: "disk", secrets: map[string]string{}, commands: map[string]*sent{}, nth: map[string]int{}}
 	must(t, st.AddSite(ctx, store.Site{ID: "site_1", TenantID: "acme", Name: "lab", Created: st.Now()}))
 	must(t, st.AddPool(ctx, store.Pool{ID: "pool_1", TenantID: "acme", Name: "metal", SiteID: "site_1", Created: st.Now()}))
 	w.m = store.Machine{ID: "node_1", TenantID: "acme", Name: "m1", PoolID: "pool_1", SiteID: "site_1", MACs: []string{"52:54:00:00:00:01"}, State: metal.Enrolled, Created: st.Now(),
@@ -623,3 +628,38 @@ func TestAgain(t *testing.T) {
 		}
 	}
 }
+
+// TestEndThatCannotBeStored: a workflow whose end the store refuses is tried
+// again now and then, not as fast as the machine can.
+func TestEndThatCannotBeStored(t *testing.T) {
+	w := newWorld(t)
+	db, err := sql.Open("sqlite", w.path)
+	must(t, err)
+	defer db.Close()
+	_, err = db.Exec(`CREATE TRIGGER full BEFORE UPDATE OF state ON workflows BEGIN SELECT RAISE(FAIL, 'disk is full'); END`)
+	must(t, err)
+	var said atomic.Int32
+	e := w.engine()
+	e.Log = slog.New(slog.NewTextHandler(writer(func(p []byte) (int, error) {
+		if bytes.Contains(p, []byte("disk is full")) {
+			said.Add(1)
+		}
+		return len(p), nil
+	}), nil))
+	e.pause = 200 * time.Millisecond
+	id, err := e.Start(t.Context(), Inspect, w.m, params(Inspect))
+	must(t, err)
+	time.AfterFunc(time.Second, func() {
+		if _, err := db.Exec(`DROP TRIGGER full`); err != nil {
+			t.Error(err)
+		}
+	})
+	w.check(Inspect, w.runUntil(e, id))
+	if n := said.Load(); n < 1 || n > 10 {
+		t.Errorf("the end was tried %d times in a second, want a few", n)
+	}
+}
+
+type writer func([]byte) (int, error)
+
+func (w writer) Write(p []byte) (int, error) { return w(p) }
