@@ -12,9 +12,9 @@ import (
 	"sync"
 	"time"
 
+	"github.com/better-compute/site-appliance/appliance/base/bound"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/pxe/assign"
-	"github.com/better-compute/site-appliance/pxe/bound"
 	"github.com/better-compute/site-appliance/pxe/decide"
 	"github.com/better-compute/site-appliance/pxe/dhcp"
 	"github.com/better-compute/site-appliance/pxe/discover"

@@ -55,12 +55,11 @@ type Option func(*options)
 type options struct {
 	delay       time.Duration
 	offInterval time.Duration
-	suites      []uint8
 	now         func() time.Time
 }
 
 func newOptions(opts []Option) options {
-	o := options{offInterval: time.Second, suites: []uint8{3, 17}, now: time.Now}
+	o := options{offInterval: time.Second, now: time.Now}
 	for _, opt := range opts {
 		opt(&o)
 	}
@@ -73,9 +72,6 @@ func Delay(d time.Duration) Option { return func(o *options) { o.delay = d } }
 
 // OffInterval is how long a power cycle stays off; a second unless set.
 func OffInterval(d time.Duration) Option { return func(o *options) { o.offInterval = d } }
-
-// CipherSuites are the RMCP+ suites that the IPMI BMC accepts: 3 and 17 unless set.
-func CipherSuites(ids ...uint8) Option { return func(o *options) { o.suites = ids } }
 
 // Clock is the time by which IPMI boot flags expire.
 func Clock(now func() time.Time) Option { return func(o *options) { o.now = now } }

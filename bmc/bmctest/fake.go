@@ -12,7 +12,6 @@ type Fake struct {
 	on    bool
 	calls []string
 	err   error
-	deaf  bool
 }
 
 // NewFake is a machine that is off.
@@ -23,13 +22,6 @@ func (f *Fake) Fail(err error) {
 	f.mu.Lock()
 	defer f.mu.Unlock()
 	f.err = err
-}
-
-// IgnoreSoft makes the operating system deaf to a soft power-off.
-func (f *Fake) IgnoreSoft(deaf bool) {
-	f.mu.Lock()
-	defer f.mu.Unlock()
-	f.deaf = deaf
 }
 
 // Calls are the actions so far, such as "PowerOn pxe efi once".
@@ -56,13 +48,8 @@ func (f *Fake) PowerOn(_ context.Context, dev BootDevice) error { return f.do(tr
 // PowerOff implements Machine.
 func (f *Fake) PowerOff(context.Context) error { return f.do(false, "PowerOff") }
 
-// Soft implements Machine: the machine goes off at once, unless it is deaf.
-func (f *Fake) Soft(context.Context) error {
-	f.mu.Lock()
-	deaf := f.deaf
-	f.mu.Unlock()
-	return f.do(deaf, "Soft")
-}
+// Soft implements Machine: the machine goes off at once.
+func (f *Fake) Soft(context.Context) error { return f.do(false, "Soft") }
 
 // Reset implements Machine.
 func (f *Fake) Reset(context.Context) error { return f.do(true, "Reset") }

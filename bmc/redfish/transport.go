@@ -164,7 +164,7 @@ func transportError(err error) error {
 	case errors.Is(err, errPin):
 		return errs.New(errs.PinMismatch, "%v", cause(err))
 	case errors.As(err, &unverified):
-		return errs.New(errs.BmcError, "%v: %v", errUnpinned, cause(err))
+		return errs.New(errs.PinMismatch, "%v: %v", errUnpinned, cause(err))
 	}
 	return errs.Retry(errs.Unreachable, "the BMC cannot be reached: %v", cause(err))
 }

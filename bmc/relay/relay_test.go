@@ -308,6 +308,18 @@ func TestDoRedfish(t *testing.T) {
 	if empty.Has(b.Addr()) {
 		t.Error("a pin that the BMC does not have was learned")
 	}
+	// A forgotten pin can be added: without it nothing was sent.
+	for _, tt := range []struct {
+		pin  string
+		want errs.Code
+	}{{"", errs.PinMismatch}, {b.SPKI(), ""}} {
+		_, err := New(Options{Book: empty}).Do(t.Context(), Request{Kind: "bmc.query", Credentials: login, Op: op(func(o *bmcv1.BmcOperationRequest) {
+			o.Driver, o.Address, o.TlsSpkiSha256 = "redfish", b.Addr(), tt.pin
+		})})
+		if errs.CodeOf(err) != tt.want {
+			t.Errorf("redfish with the pin %q = %v, want code %q", tt.pin, err, tt.want)
+		}
+	}
 	if strings.Contains(logged.String(), "hunter2") {
 		t.Errorf("the log holds the password: %s", logged.String())
 	}

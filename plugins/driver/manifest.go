@@ -97,9 +97,6 @@ func (m Manifest) Check() error {
 
 func clip(s string) string { return s[:min(len(s), 80)] }
 
-// Serves reports whether the driver implements kind.
-func (m Manifest) Serves(kind string) bool { return slices.Contains(m.Kinds, kind) }
-
 // IsRetrySafe reports whether running the operation twice does no harm.
 func (m Manifest) IsRetrySafe(kind, operation string) bool {
 	return slices.Contains(m.RetrySafe, kind+"."+operation)

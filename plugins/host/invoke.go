@@ -4,6 +4,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"slices"
 	"time"
 
 	"connectrpc.com/connect"
@@ -73,9 +74,25 @@ func (h *Host) Invoke(ctx context.Context, c Call) (json.RawMessage, error) {
 	}
 	result, err := invoke(ctx, proc.client, req, c.Progress)
 	if err != nil {
-		return nil, explain(caller, ctx, p.launch.pin.Name, err)
+		return nil, p.judge(c, explain(caller, ctx, p.launch.pin.Name, err))
 	}
 	return result, nil
+}
+
+// judge takes a plugin's "unavailable, come again" only for an operation that
+// it listed as retry-safe. The sdk does so too, but no plugin must use it, and to
+// others this code alone says that nothing ran, whatever the operation.
+func (p *plugin) judge(c Call, err error) error {
+	var own *errs.Error
+	if !errors.As(err, &own) || !own.Retryable || own.Code != errs.Unavailable {
+		return err
+	}
+	for _, m := range p.first {
+		if m.ID == c.Driver && slices.Contains(m.RetrySafe, c.Kind+"."+c.Operation) {
+			return err
+		}
+	}
+	return errs.New(own.Code, "%s", own.Message)
 }
 
 func invoke(ctx context.Context, client *bcx.Client, req *driverv1.InvokeRequest, progress func(string, string, uint64, uint64)) (json.RawMessage, error) {

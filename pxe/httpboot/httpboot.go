@@ -66,8 +66,9 @@ func dashed(mac string) string { return strings.ReplaceAll(mac, ":", "-") }
 
 // Handler serves the paths of the package comment and nothing else.
 type Handler struct {
-	cfg   Config
-	boots boots
+	cfg    Config
+	boots  boots
+	stages stages
 }
 
 // New makes the handler.
@@ -275,7 +276,7 @@ func (p *paced) Read(b []byte) (int, error) {
 
 // stage tells of whole fetches only: a HEAD or a resumed Range is no new stage.
 func (h *Handler) stage(r *http.Request, mac string, m *pxev1.Machine, stage, detail string) {
-	if r.Method == http.MethodGet && r.Header.Get("Range") == "" {
+	if r.Method == http.MethodGet && r.Header.Get("Range") == "" && h.stages.more(mac, h.cfg.Now()) {
 		h.cfg.Stage(mac, m, stage, detail)
 	}
 }

@@ -241,6 +241,24 @@ func TestBootsAreBounded(t *testing.T) {
 	}
 }
 
+// TestStagesAreBounded has a machine fetch its script in a loop: not every time
+// is told of, and other machines' stages are.
+func TestStagesAreBounded(t *testing.T) {
+	r := newRig()
+	for range 1000 {
+		r.do("GET", addrB, "/boot/52-54-00-00-00-0b/script.ipxe")
+	}
+	if len(r.stages) != perMinute {
+		t.Errorf("%d stages of one machine in a minute, want %d", len(r.stages), perMinute)
+	}
+	r.begin(t)
+	r.now = r.now.Add(time.Minute)
+	r.do("GET", addrB, "/boot/52-54-00-00-00-0b/script.ipxe")
+	if want := perMinute + 2; len(r.stages) != want {
+		t.Errorf("%d stages with another machine's and the next minute's, want %d", len(r.stages), want)
+	}
+}
+
 func TestPad(t *testing.T) {
 	for n := range 9 {
 		content := strings.Repeat("x", n)

@@ -35,10 +35,10 @@ const (
 	slack = 4096
 )
 
-// ErrFull: every address of the pool is in use.
+// ErrFull says that every address of the pool is in use.
 var ErrFull = errors.New("the address pool is full")
 
-// ErrTaken: the address is outside of the pool or another machine's.
+// ErrTaken says that the address is outside of the pool or another machine's.
 var ErrTaken = errors.New("the address is not available")
 
 // Pool is a range of addresses, both ends included.

@@ -15,7 +15,7 @@ import (
 
 	"github.com/pin/tftp/v3"
 
-	"github.com/better-compute/site-appliance/pxe/bound"
+	"github.com/better-compute/site-appliance/appliance/base/bound"
 	"github.com/better-compute/site-appliance/pxe/files"
 )
 
