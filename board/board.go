@@ -29,7 +29,6 @@ type Board struct {
 	Files    PerRole           `toml:"files"`
 	Commands Commands          `toml:"commands"`
 	Modules  Modules           `toml:"modules"`
-	QEMU     QEMU              `toml:"qemu"`
 	Budget   Budget            `toml:"budget"`
 }
 
@@ -79,14 +78,6 @@ type Modules struct {
 	PerRole
 }
 
-// QEMU is how a machine of this kind is emulated.
-type QEMU struct {
-	Binary       string   `toml:"binary"`
-	Args         []string `toml:"args"`
-	FirmwareCode string   `toml:"firmware_code"`
-	FirmwareVars string   `toml:"firmware_vars"`
-}
-
 // Budget bounds sizes in bytes; 0 is no bound.
 type Budget struct {
 	SiteEFI       int64 `toml:"site_efi"`
@@ -130,7 +121,7 @@ func parse(path string, data []byte) (*Board, error) {
 	}
 	for _, f := range []struct{ key, value string }{
 		{"arch", b.Arch}, {"efi", b.EFI}, {"kernel.package", b.Kernel.Package}, {"kernel.cmdline", b.Kernel.Cmdline},
-		{"boot.loader", b.Boot.Loader}, {"boot.stub", b.Boot.Stub}, {"qemu.binary", b.QEMU.Binary},
+		{"boot.loader", b.Boot.Loader}, {"boot.stub", b.Boot.Stub},
 	} {
 		if f.value == "" {
 			return nil, fmt.Errorf("%s: %s is missing", path, f.key)

@@ -355,8 +355,9 @@ type troubles struct {
 	last map[string]string
 }
 
-// ephemeral is what differs between two reports of one fault.
-var ephemeral = regexp.MustCompile(`[0-9a-fA-F.:\[\]]+:\d+->`)
+// ephemeral is what differs between two reports of one fault: the near end of a
+// connection, and the name of a file that was to take another's place.
+var ephemeral = regexp.MustCompile(`[0-9a-fA-F.:\[\]]+:\d+->|\.tmp\d+`)
 
 // trouble logs a fault of a part and leaves a state event, once per distinct fault.
 func (a *Agent) trouble(part string, err error) {

@@ -68,7 +68,7 @@ func Run(ctx context.Context, c Config) error {
 	if err != nil {
 		return err
 	}
-	hardware := look(c)
+	hardware, unread := look(c, "")
 	var macs []string
 	for _, n := range hardware.NICs {
 		macs = append(macs, n.MAC)
@@ -88,7 +88,7 @@ func Run(ctx context.Context, c Config) error {
 	var owned sync.WaitGroup
 	defer owned.Wait()
 	defer cancel()
-	owned.Go(func() { report(ctx, c, a, boot.MachineID, hardware) })
+	owned.Go(func() { report(ctx, c, a, boot.MachineID, hardware, unread) })
 	return a.Run(ctx)
 }
 
@@ -98,7 +98,7 @@ type emitter interface {
 }
 
 // report sends the hardware, and sends it again when it has changed.
-func report(ctx context.Context, c Config, to emitter, machine string, hardware metal.Inspection) {
+func report(ctx context.Context, c Config, to emitter, machine string, hardware metal.Inspection, unread string) {
 	tick := time.NewTicker(lookAgain)
 	defer tick.Stop()
 	var sent string
@@ -117,18 +117,21 @@ func report(ctx context.Context, c Config, to emitter, machine string, hardware 
 		case <-ctx.Done():
 			return
 		case <-tick.C:
-			hardware = look(c)
+			hardware, unread = look(c, unread)
 		}
 	}
 }
 
-// look inspects and logs what could not be read.
-func look(c Config) metal.Inspection {
+// look inspects, and logs what could not be read unless that was known before.
+func look(c Config, known string) (metal.Inspection, string) {
 	hardware, err := Inspect(c.Sys, c.Proc, c.Dev)
-	if err != nil {
+	if err == nil {
+		return hardware, ""
+	}
+	if err.Error() != known {
 		c.Log.Warn("some of the hardware is not known", "err", err)
 	}
-	return hardware
+	return hardware, err.Error()
 }
 
 // artifactBase checks the box's URL prefix.

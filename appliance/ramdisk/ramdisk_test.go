@@ -26,8 +26,8 @@ import (
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/appliance/site/config"
+	"github.com/better-compute/site-appliance/image/gpt"
 	"github.com/better-compute/site-appliance/image/imagev1"
-	"github.com/better-compute/site-appliance/image/stream/gpt"
 	"github.com/better-compute/site-appliance/plugins/metal"
 
 	dgpt "github.com/diskfs/go-diskfs/partition/gpt"
@@ -252,7 +252,7 @@ func TestImageStream(t *testing.T) {
 	if !bytes.Equal(disk[mib:len(l.raw)-mib], l.raw[mib:len(l.raw)-mib]) {
 		t.Error("the disk differs from the image")
 	}
-	table, err := gpt.Parse(disk)
+	table, err := gpt.Parse(disk, 512)
 	if err != nil || len(table.Partitions()) != 2 {
 		t.Fatalf("partitions: %v", err)
 	}
@@ -276,7 +276,7 @@ func TestImageStream(t *testing.T) {
 	if disk, err = os.ReadFile(got.Disk); err != nil {
 		t.Fatal(err)
 	}
-	if _, err := gpt.Parse(disk); err == nil {
+	if _, err := gpt.Parse(disk, 512); err == nil {
 		t.Error("the disk still has a partition table")
 	}
 }

@@ -14,9 +14,17 @@ import (
 const problemsEvery = 5 * time.Second
 
 // reportProblems sends each line of init's list home once, as the event
-// box.problem. A line is "<step>: <what went wrong>".
+// box.problem. A line is "<step>: <what went wrong>". What was sent is noted
+// beside the list, which lasts as long as the boot: a service that starts again
+// and again must not say it again and again.
 func (s *site) reportProblems(ctx context.Context) error {
 	sent := map[string]bool{}
+	sentFile := s.ProblemsFile + ".sent"
+	if data, err := os.ReadFile(sentFile); err == nil && s.ProblemsFile != "" {
+		for line := range strings.Lines(string(data)) {
+			sent[strings.TrimSpace(line)] = true
+		}
+	}
 	for {
 		data, err := os.ReadFile(s.ProblemsFile)
 		if err != nil && s.ProblemsFile != "" && !errors.Is(err, fs.ErrNotExist) {
@@ -30,6 +38,9 @@ func (s *site) reportProblems(ctx context.Context) error {
 			sent[line] = true
 			step, text, _ := strings.Cut(line, ": ")
 			s.emit("box.problem", "audit", step, map[string]string{"step": step, "message": text})
+			if err := note(sentFile, line); err != nil {
+				s.Log.Error("a problem that was sent is not noted", "err", err)
+			}
 		}
 		select {
 		case <-ctx.Done():
@@ -37,4 +48,14 @@ func (s *site) reportProblems(ctx context.Context) error {
 		case <-time.After(problemsEvery):
 		}
 	}
+}
+
+// note appends a line to a file in memory.
+func note(path, line string) error {
+	f, err := os.OpenFile(path, os.O_WRONLY|os.O_CREATE|os.O_APPEND, 0o600)
+	if err != nil {
+		return fmt.Errorf("note problem: %w", err)
+	}
+	_, err = fmt.Fprintln(f, line)
+	return errors.Join(err, f.Close())
 }

@@ -8,7 +8,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
-	"net"
+	"net/netip"
 	"os"
 	"path/filepath"
 	"strings"
@@ -21,10 +21,10 @@ import (
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
 	"github.com/better-compute/site-appliance/appliance/artifact"
 	"github.com/better-compute/site-appliance/appliance/base/backoff"
+	"github.com/better-compute/site-appliance/appliance/base/bound"
 	"github.com/better-compute/site-appliance/appliance/site/config"
 	"github.com/better-compute/site-appliance/appliance/site/firewall"
 	"github.com/better-compute/site-appliance/appliance/site/ident"
-	"github.com/better-compute/site-appliance/appliance/site/listen"
 	"github.com/better-compute/site-appliance/appliance/site/passthrough"
 	"github.com/better-compute/site-appliance/bmc/addressbook"
 	"github.com/better-compute/site-appliance/bmc/relay"
@@ -56,12 +56,6 @@ type Config struct {
 	Log     *slog.Logger
 }
 
-// lan is a configured LAN whose interface was found.
-type lan struct {
-	config.LAN
-	name string
-}
-
 // memoryCacheBytes bounds the artifact cache of a box that has no disk for it.
 const memoryCacheBytes = 128 << 20
 
@@ -72,7 +66,7 @@ type site struct {
 	agent   *agent.Agent
 	assign  *assign.Store
 	cache   *artifact.Cache
-	lans    []lan
+	rules   string // the firewall's, as they are in force
 }
 
 // Run serves the site until ctx ends. It fails only on a configuration that
@@ -87,7 +81,7 @@ func Run(ctx context.Context, c Config) error {
 	if c.StateDir == "" {
 		// Identity and journal know that nothing lasts; the rest works from memory.
 		c.Log.Error("no place for state: it serves what it can, and refuses what destroys")
-		s.scratch, agentState, bookFile = "/run/bcd-site", "", ""
+		s.scratch, agentState, bookFile = memoryDir, "", ""
 		if cfg.Cache.MaxBytes == 0 {
 			cfg.Cache.MaxBytes = memoryCacheBytes
 		}
@@ -95,15 +89,15 @@ func Run(ctx context.Context, c Config) error {
 	if err := os.MkdirAll(s.scratch, 0o700); err != nil {
 		return fmt.Errorf("make state folder: %w", err)
 	}
-	if s.lans, err = findLANs(cfg.LAN); err != nil {
-		return err
-	}
-	uplink, err := uplinkName(cfg.Uplink.Port)
+	// Nothing starts before the box is closed. What is missing now is said, and
+	// served later.
+	there, err := look()
 	if err != nil {
 		return err
 	}
-	if err := firewall.Apply(rules(uplink, s.lans)); err != nil {
-		return fmt.Errorf("close the uplink: %w", err)
+	now := find(cfg, there)
+	if err := s.applyRules(rules(now.uplink, now.list())); err != nil {
+		return err
 	}
 	book, aside, err := addressbook.OpenOrSetAside(bookFile)
 	if err != nil {
@@ -124,7 +118,8 @@ func Run(ctx context.Context, c Config) error {
 	r := relay.New(relay.Options{Book: book, Plugins: invoker{plugins}, Log: c.Log.With("part", "relay")})
 	join, err := joinString(cfg)
 	if err != nil {
-		return err
+		// An enrolled box needs none, and one that is not says so again.
+		c.Log.Error("the join string is no good: the box goes on without", "err", err)
 	}
 	s.agent, err = agent.New(agent.Config{
 		Role: agentv1.Role_ROLE_SITE, StateDir: agentState, Identity: identityCopy(c.IdentityDevice),
@@ -134,51 +129,31 @@ func Run(ctx context.Context, c Config) error {
 	if err != nil {
 		return err
 	}
-	if s.cache, err = artifact.Open(filepath.Join(s.scratch, "artifacts"), cfg.Cache.MaxBytes, source{s.agent}, c.Log.With("part", "cache")); err != nil {
+	if join == nil && s.agent.AgentID() == "" {
+		c.Log.Error("this box has nowhere to go: put the line join = \"…\" that \"better-compute site add\" prints into its site.toml, and start it again", "file", c.ConfigFile)
+	}
+	if s.cache, err = openCache(s, cfg.Cache.MaxBytes); err != nil {
 		return err
 	}
-
-	services := map[string]func(context.Context) error{"agent": s.agent.Run, "problems": s.reportProblems}
-	for _, l := range s.lans {
-		services["passthrough "+l.name] = s.passthrough(l)
-		if l.DHCP == "authoritative" {
-			services["netboot "+l.name] = s.netboot(l)
-		}
-	}
-	return supervise(ctx, c.Log, services)
+	return supervise(ctx, c.Log, map[string]func(context.Context) error{
+		"agent": s.agent.Run, "problems": s.reportProblems, "space": s.watchSpace,
+		"ports": func(ctx context.Context) error { return s.watchPorts(ctx, cfg) },
+	})
 }
 
-func findLANs(configured []config.LAN) ([]lan, error) {
-	ifaces, err := net.Interfaces()
-	if err != nil {
-		return nil, fmt.Errorf("list interfaces: %w", err)
-	}
-	var lans []lan
-	for i, l := range configured {
-		name, err := l.Port.Name(ifaces)
-		if err != nil {
-			return nil, fmt.Errorf("lan %d: %w", i+1, err)
-		}
-		lans = append(lans, lan{l, name})
-	}
-	return lans, nil
-}
+// memoryDir is where what may be lost goes when no disk takes it.
+const memoryDir = "/run/bcd-site"
 
-// uplinkName finds the configured uplink. Without one it is empty: then every
-// interface that is no LAN is closed as the uplink is.
-func uplinkName(port config.Port) (string, error) {
-	if port.MAC == "" && port.Interface == "" {
-		return "", nil
+// openCache opens the artifact cache on the disk, or, where the disk takes
+// nothing more, in memory.
+func openCache(s *site, maxBytes int64) (*artifact.Cache, error) {
+	log := s.Log.With("part", "cache")
+	cache, err := artifact.Open(filepath.Join(s.scratch, "artifacts"), maxBytes, source{s.agent}, log)
+	if err == nil || s.scratch == memoryDir {
+		return cache, err
 	}
-	ifaces, err := net.Interfaces()
-	if err != nil {
-		return "", fmt.Errorf("list interfaces: %w", err)
-	}
-	name, err := port.Name(ifaces)
-	if err != nil {
-		return "", fmt.Errorf("uplink: %w", err)
-	}
-	return name, nil
+	log.Error("the artifact cache is kept in memory", "err", err)
+	return artifact.Open(filepath.Join(memoryDir, "artifacts"), memoryCacheBytes, source{s.agent}, log)
 }
 
 // rules opens on each LAN what it serves, and nothing anywhere else.
@@ -264,7 +239,7 @@ func advertised(h *host.Host) []*agentv1.AdvertisedDriver {
 // passthrough serves the machines' way to the gateway on one LAN.
 func (s *site) passthrough(l lan) func(context.Context) error {
 	return func(ctx context.Context) error {
-		ln, err := listen.Listen(ctx, "tcp", fmt.Sprintf("%s:%d", l.Address.Addr(), PassthroughPort), l.name)
+		ln, err := bound.Listen(ctx, l.name, netip.AddrPortFrom(l.Address.Addr(), PassthroughPort))
 		if err != nil {
 			return err
 		}

@@ -17,8 +17,8 @@ import (
 
 	"github.com/better-compute/site-appliance/image/customize"
 	"github.com/better-compute/site-appliance/image/fat"
+	"github.com/better-compute/site-appliance/image/gpt"
 	"github.com/better-compute/site-appliance/image/layout"
-	"github.com/better-compute/site-appliance/image/layout/gpt"
 	"github.com/better-compute/site-appliance/image/manifest"
 	"github.com/better-compute/site-appliance/image/qemutest"
 	"github.com/better-compute/site-appliance/image/uki"
@@ -111,7 +111,7 @@ func TestBuild(t *testing.T) {
 		t.Fatalf("partition table: %v", err)
 	}
 	for i, p := range l.Partitions {
-		if got := tab.Partitions[i]; got.Name != p.Name || got.ID != p.ID || got.Type != p.Type || got.First*layout.Sector != uint64(p.Start) || (got.Last+1)*layout.Sector != uint64(p.Start+p.Size) {
+		if got := tab.Partitions()[i]; got.Name != p.Name || got.ID != p.ID || got.Type != p.Type || got.First*layout.Sector != uint64(p.Start) || (got.Last+1)*layout.Sector != uint64(p.Start+p.Size) {
 			t.Errorf("partition %d = %+v, want %+v", i+1, got, p)
 		}
 	}
@@ -284,7 +284,7 @@ func TestBootRamdisk(t *testing.T) {
 	})
 	wait(t, vm, up, 15*time.Second)
 	wants(t, vm, "role ramdisk", "bc-init: early: ok", "bc-init: modules: ok", "bc-init: watchdog: ok", "bc-init: network: ok", "bc-init: ready",
-		`args ["ramdisk" "--boot" "/etc/bc/boot.json"]`, "root folder drwxr-xr-x", `10.0.2.15/24`, `/etc/bc/boot.json: "{\"machine_id\":\"node_x\"}"`)
+		`args ["ramdisk" "--boot" "/etc/bc/boot.json"`, "root folder drwxr-xr-x", `10.0.2.15/24`, `/etc/bc/boot.json: "{\"machine_id\":\"node_x\"}"`)
 	// A service that ends is named, and started again.
 	vm.Mark()
 	wait(t, vm, "bc-init: bcd: failed: ended with exit code 7", 10*time.Second)
@@ -296,12 +296,14 @@ func TestBootRamdisk(t *testing.T) {
 }
 
 // TestRescue gets a shell by the word of the rescue entry, and no agent with it.
+// From there PID 1 is frozen: the watchdog restarts the machine.
 func TestRescue(t *testing.T) {
+	t.Parallel()
 	out := images(t)
 	qemutest.Need(t, false)
 	vm := machine(t, qemutest.Config{
 		Kernel: filepath.Join(out, RamdiskKernel), Initrd: filepath.Join(out, RamdiskInitrd),
-		Cmdline: "console=ttyS0,115200 panic=10 quiet loglevel=4 bc.rescue", NICs: []qemutest.NIC{{Netdev: user}}, NoReboot: true,
+		Cmdline: "console=ttyS0,115200 panic=10 quiet loglevel=4 bc.rescue", NICs: []qemutest.NIC{{Netdev: user}}, Watchdog: true, NoReboot: true,
 	})
 	wait(t, vm, "bc-init: rescue: shell on the consoles", 15*time.Second)
 	vm.Mark()
@@ -311,6 +313,13 @@ func TestRescue(t *testing.T) {
 	wait(t, vm, "shell-42-ramdisk", 15*time.Second)
 	if strings.Contains(vm.Serial(), "stand-in:") {
 		t.Error("the agent was started too")
+	}
+	const hang = "/sys/fs/cgroup/hang"
+	if err := vm.Send("mkdir " + hang + "\necho 1 > " + hang + "/cgroup.procs\necho 1 > " + hang + "/cgroup.freeze\n"); err != nil {
+		t.Fatal(err)
+	}
+	if _, err := vm.WaitEvent(t.Context(), "WATCHDOG", 90*time.Second); err != nil {
+		t.Errorf("%v\n%s", err, vm.Tail(20))
 	}
 }
 
@@ -356,7 +365,7 @@ func TestBootBox(t *testing.T) {
 	vm := box(t, path, vars)
 	wait(t, vm, up, 60*time.Second)
 	wants(t, vm, "role site", "bc-init: data: making partition 4", "bc-init: data: ok", "bc-init: config: ok", "bc-init: network: ok", "bc-init: ready",
-		`args ["site" "--config" "/run/bc/site.toml" "--state" "/data/bcd" "--identity" "/dev/vda3"]`, "start 1 on this disk: <nil>",
+		`args ["site" "--config" "/run/bc/site.toml" "--state" "/data/bcd"`, `"--plugins" "/usr/lib/bcx"`, `"--identity" "/dev/vda3"]`, "start 1 on this disk: <nil>",
 		"10.77.0.1/24", "10.0.2.15/24", "bc1.AAAA", "ipmitool version 1.8", "ipxe/snponly.efi", "ramdisk/vmlinuz", "the screen shows the boot: true")
 	powerOff(t, vm)
 	if !strings.Contains(vm.Serial(), "stand-in: asked to end") {
@@ -389,49 +398,20 @@ func powerOff(t *testing.T, vm *qemutest.VM) {
 	}
 }
 
-// TestBootDamaged boots a box whose data is beyond repair beside a second disk
-// of the same image: both are said in one line, and the box serves on.
-func TestBootDamaged(t *testing.T) {
+// TestBootTwin boots a box beside a second disk of the same image: it must not
+// guess whose data it is to take, says so in one line, and serves on.
+func TestBootTwin(t *testing.T) {
 	out := images(t)
 	qemutest.Need(t, true)
 	path := disk(t, out, boxConfig, 2048)
-	f, err := os.OpenFile(path, os.O_RDWR, 0)
-	if err != nil {
-		t.Fatal(err)
-	}
-	tab, err := gpt.Read(f, 2048<<20, layout.Sector)
-	if err != nil {
-		t.Fatal(err)
-	}
-	if _, err := tab.Grow(2048 << 20); err != nil {
-		t.Fatal(err)
-	}
-	first, last, ok := tab.Free(0)
-	if !ok {
-		t.Fatal("no room")
-	}
-	if _, err := tab.Add(gpt.Partition{Type: layout.TypeLinux, ID: layout.Node().ID, First: first, Last: last, Name: layout.DataName}); err != nil {
-		t.Fatal(err)
-	}
-	if err := tab.Write(f); err != nil {
-		t.Fatal(err)
-	}
-	if _, err := f.WriteAt(bytes.Repeat([]byte("ruined"), 100000), int64(first)*layout.Sector); err != nil {
-		t.Fatal(err)
-	}
-	f.Close()
-	vm := box(t, path, "")
-	wait(t, vm, up, 60*time.Second)
-	wants(t, vm, "cannot be repaired and is left as it is", "going on without a data partition", "bc-init: config: ok", `"--state" "" "--identity" "/dev/vda3"`, "bc-init: ready")
-	vm.Kill()
-
 	twin := filepath.Join(t.TempDir(), "twin.img")
 	if err := customize.Image(path, twin, []byte(boxConfig), time.Unix(1767225600, 0)); err != nil {
 		t.Fatal(err)
 	}
-	vm = machine(t, qemutest.Config{UEFI: true, Disks: []qemutest.Disk{{Path: path, BootIndex: 1}, {Path: twin}}, NICs: []qemutest.NIC{{Netdev: user, ROM: "none"}}})
-	wait(t, vm, "bc-init: data: failed: disk is ambiguous: vda and vdb", 60*time.Second)
-	wait(t, vm, up, 60*time.Second)
+	vm := machine(t, qemutest.Config{UEFI: true, Disks: []qemutest.Disk{{Path: path, BootIndex: 1}, {Path: twin}}, NICs: []qemutest.NIC{{Netdev: user, ROM: "none"}}})
+	wait(t, vm, up, 90*time.Second)
+	once(t, vm, "data: failed: disk is ambiguous: vda and vdb")
+	wants(t, vm, `/run/bc/problems: "data: disk is ambiguous: vda and vdb`, `"--state" ""`, "bc-init: network: ok", "bc-init: ready")
 }
 
 // TestBootNode boots the node's image as a deployment leaves it, with a seed.
@@ -450,7 +430,7 @@ func TestBootNode(t *testing.T) {
 	defer f.Close()
 	tab, err := gpt.Read(f, 1<<30, layout.Sector)
 	if err == nil {
-		_, err = tab.Grow(1 << 30)
+		err = tab.Grow(1 << 30)
 	}
 	if err != nil {
 		t.Fatal(err)

@@ -74,7 +74,7 @@ type build struct {
 	busybox string
 }
 
-// ErrBudget: a file is larger than its board allows.
+// ErrBudget says that a file is larger than its board allows.
 var ErrBudget = errors.New("over budget")
 
 // Build makes everything and returns the manifest that it also leaves in Out.

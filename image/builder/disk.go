@@ -4,15 +4,12 @@ import (
 	"bufio"
 	"context"
 	"crypto/sha256"
-	"encoding/binary"
 	"encoding/hex"
 	"fmt"
 	"io"
 	"os"
 	"path/filepath"
 
-	diskfs "github.com/diskfs/go-diskfs"
-	"github.com/diskfs/go-diskfs/partition/gpt"
 	"github.com/klauspost/compress/zstd"
 
 	"github.com/better-compute/site-appliance/image/fat"
@@ -139,35 +136,28 @@ func (b *build) writeDisk(to string, l layout.Disk, files map[string][]fat.File)
 		return fmt.Errorf("make disk: %w", err)
 	}
 	defer os.Remove(tmp)
-	d, err := diskfs.Create(tmp, l.Size, diskfs.SectorSize512)
+	table, err := l.Table()
 	if err != nil {
 		return fmt.Errorf("make disk: %w", err)
 	}
-	table := &gpt.Table{GUID: l.ID.String(), ProtectiveMBR: true, LogicalSectorSize: layout.Sector, PhysicalSectorSize: layout.Sector}
-	for i, p := range l.Partitions {
-		table.Partitions = append(table.Partitions, &gpt.Partition{
-			Index: i + 1, Start: uint64(p.Start / layout.Sector), Size: uint64(p.Size), Type: gpt.Type(p.Type.String()), Name: p.Name, GUID: p.ID.String(),
-		})
-	}
-	err = d.Partition(table)
-	if cerr := d.Close(); err == nil {
-		err = cerr
-	}
-	if err != nil {
-		return fmt.Errorf("write partition table: %w", err)
-	}
-	f, err := os.OpenFile(tmp, os.O_RDWR, 0)
+	f, err := os.OpenFile(tmp, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o644)
 	if err != nil {
 		return fmt.Errorf("make disk: %w", err)
 	}
 	defer f.Close()
+	if err := f.Truncate(l.Size); err != nil {
+		return fmt.Errorf("make disk: %w", err)
+	}
+	if err := table.Write(f); err != nil {
+		return err
+	}
 	for _, p := range l.Partitions {
 		if p.Label == "" {
 			continue
 		}
 		err := fat.Create(f, fat.Spec{
 			Start: p.Start, Size: p.Size, Label: p.Label, Time: b.Built, Files: files[p.Name],
-			Serial: binary.BigEndian.Uint32(p.ID[12:]) | 1<<31,
+			Serial: p.Serial(),
 		})
 		if err != nil {
 			return err

@@ -3,7 +3,6 @@
 package customize
 
 import (
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"io"
@@ -15,8 +14,8 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/better-compute/site-appliance/image/fat"
+	"github.com/better-compute/site-appliance/image/gpt"
 	"github.com/better-compute/site-appliance/image/layout"
-	"github.com/better-compute/site-appliance/image/layout/gpt"
 )
 
 // joinPattern is the form of a join string; the gateway judges the rest.
@@ -86,12 +85,11 @@ func find(f *os.File) (start, size int64, serial uint32, err error) {
 	if err != nil {
 		return 0, 0, 0, err
 	}
-	n := t.Find(layout.TypeBasic, layout.ConfigName)
-	if n == 0 {
+	p, ok := t.Find(layout.TypeBasic, layout.ConfigName)
+	if !ok {
 		return 0, 0, 0, fmt.Errorf("no partition %q: this is not a box image", layout.ConfigName)
 	}
-	p := t.Partitions[n-1]
-	return int64(p.First) * layout.Sector, int64(p.Last-p.First+1) * layout.Sector, binary.BigEndian.Uint32(p.ID[12:]) | 1<<31, nil
+	return int64(p.First) * layout.Sector, int64(p.Last-p.First+1) * layout.Sector, layout.Partition{ID: p.ID}.Serial(), nil
 }
 
 // Image copies the image at from to the file to, sparsely, and writes config

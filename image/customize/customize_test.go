@@ -11,7 +11,6 @@ import (
 
 	"github.com/better-compute/site-appliance/image/fat"
 	"github.com/better-compute/site-appliance/image/layout"
-	"github.com/better-compute/site-appliance/image/layout/gpt"
 )
 
 const join = "bc1.eyJ1IjpbImh0dHBzOi8vMTAuMC4yLjIiXX0"
@@ -55,14 +54,11 @@ func box(t *testing.T) string {
 	if err := f.Truncate(l.Size); err != nil {
 		t.Fatal(err)
 	}
-	tab, err := gpt.New(l.ID, uint64(l.Size), layout.Sector)
+	tab, err := l.Table()
 	if err != nil {
 		t.Fatal(err)
 	}
 	for _, p := range l.Partitions {
-		if _, err := tab.Add(gpt.Partition{Type: p.Type, ID: p.ID, First: uint64(p.Start) / layout.Sector, Last: uint64(p.Start+p.Size)/layout.Sector - 1, Name: p.Name}); err != nil {
-			t.Fatal(err)
-		}
 		if p.Label == "" {
 			continue
 		}

@@ -30,7 +30,7 @@ type Target struct {
 	InUse []string
 }
 
-// ErrRefused: the disk must not be written to.
+// ErrRefused says that the disk must not be written to.
 var ErrRefused = errors.New("refused")
 
 // Check says whether a target may be overwritten. eraseSerial is the serial

@@ -3,10 +3,13 @@
 package layout
 
 import (
+	"encoding/binary"
 	"fmt"
 	"regexp"
 
 	"github.com/google/uuid"
+
+	"github.com/better-compute/site-appliance/image/gpt"
 )
 
 // MiB is 2^20 bytes.
@@ -53,6 +56,9 @@ type Partition struct {
 	// Label is the FAT label; empty for raw bytes.
 	Label string
 }
+
+// Serial is the number of the partition's FAT file system.
+func (p Partition) Serial() uint32 { return binary.BigEndian.Uint32(p.ID[12:]) | 1<<31 }
 
 // Disk is an image's layout.
 type Disk struct {
@@ -101,6 +107,20 @@ func (d Disk) Partition(name string) (Partition, bool) {
 		}
 	}
 	return Partition{}, false
+}
+
+// Table is the layout as a partition table.
+func (d Disk) Table() (*gpt.Table, error) {
+	t, err := gpt.New(d.ID, uint64(d.Size), Sector)
+	if err != nil {
+		return nil, err
+	}
+	for _, p := range d.Partitions {
+		if _, err := t.Add(gpt.Partition{Type: p.Type, ID: p.ID, First: uint64(p.Start) / Sector, Last: uint64(p.Start+p.Size)/Sector - 1, Name: p.Name}); err != nil {
+			return nil, err
+		}
+	}
+	return t, nil
 }
 
 // versionPattern keeps file names on the boot partition plain; the plus sign

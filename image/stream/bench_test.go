@@ -5,8 +5,8 @@ import (
 	"testing"
 )
 
-// BenchmarkRun streams an image without holes onto a file; cmd/streambench puts
-// the same beside dd.
+// BenchmarkRun streams an image without holes onto a file; make bench puts a
+// stream beside dd.
 func BenchmarkRun(b *testing.B) {
 	raw := make([]byte, 256*mib)
 	noise := rand.NewChaCha8([32]byte{5})

@@ -14,30 +14,33 @@ import (
 	"io"
 	"log/slog"
 	mathrand "math/rand/v2"
-	"runtime"
 	"sync"
 	"sync/atomic"
 
+	"github.com/google/uuid"
 	"github.com/klauspost/compress/zstd"
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
+	"github.com/better-compute/site-appliance/image/gpt"
+	"github.com/better-compute/site-appliance/image/layout"
 	"github.com/better-compute/site-appliance/image/stream/blockdev"
-	"github.com/better-compute/site-appliance/image/stream/gpt"
 	"github.com/better-compute/site-appliance/image/stream/seed"
 )
 
 const (
 	chunkSize = 4 << 20
-	// chunks bounds the memory: that many buffers, and the decoder's window.
+	// chunks bounds the memory: that many buffers, and twice the decoder's window.
 	chunks  = 8
 	writers = 2
+	// decoding is how many blocks of the image are in the decoder at a time. That
+	// is most of the work, and is divided among cores only from 2 on.
+	decoding = 4
 	// zeroGrain is the least run of zeros that is left to the device.
 	zeroGrain = 256 << 10
 	// tailSize is kept of the image's end: the backup table stands there.
 	tailSize = 64 << 10
 	// maxWindow is the largest zstd window that is accepted.
 	maxWindow = 128 << 20
-	alignment = 1 << 20
 )
 
 // Job is one image and the disk that it goes to.
@@ -110,7 +113,7 @@ func (j *Job) check() error {
 			return errs.New(errs.InvalidArgs, "digest %q is not a SHA-256 in lower-case hex", digest)
 		}
 	}
-	if j.SizeBytes <= 0 || j.UnpackedSizeBytes <= 0 || j.UnpackedSizeBytes%gpt.Sector != 0 {
+	if j.SizeBytes <= 0 || j.UnpackedSizeBytes <= 0 || j.UnpackedSizeBytes%layout.Sector != 0 {
 		return errs.New(errs.InvalidArgs, "an image of %d bytes stored and %d unpacked: want some, and whole sectors", j.SizeBytes, j.UnpackedSizeBytes)
 	}
 	if j.Seed != nil {
@@ -246,7 +249,9 @@ func (r *run) unpack(ctx context.Context, buffers <-chan []byte, toHash, toDisk 
 	defer body.close()
 	stored := sha256.New()
 	tee := io.TeeReader(body, stored)
-	decoder, err := zstd.NewReader(tee, zstd.WithDecoderConcurrency(max(2, min(4, runtime.GOMAXPROCS(0)))), zstd.WithDecoderMaxWindow(maxWindow))
+	// The frame's own checksum would say nothing that the digests do not.
+	decoder, err := zstd.NewReader(tee, zstd.WithDecoderConcurrency(decoding), zstd.WithDecoderLowmem(false),
+		zstd.WithDecoderMaxWindow(maxWindow), zstd.IgnoreChecksum(true))
 	if err != nil {
 		return fmt.Errorf("open the decoder: %w", err)
 	}
@@ -344,7 +349,7 @@ func (r *run) begin(first []byte) error {
 
 // plan works out every byte that will differ from the image.
 func (r *run) plan() error {
-	table, err := gpt.Parse(r.head)
+	table, err := gpt.Parse(r.head, layout.Sector)
 	if errors.Is(err, gpt.ErrNone) {
 		if r.Seed != nil {
 			return errs.New(errs.InvalidArgs, "the image has no partition table that could take a seed")
@@ -355,18 +360,18 @@ func (r *run) plan() error {
 	if err != nil {
 		return errs.New(errs.InvalidArgs, "the image's %v", err)
 	}
-	if r.dev.SectorSize() != gpt.Sector {
-		return errs.New(errs.InvalidArgs, "disk %s has sectors of %d bytes, the image is made for %d", r.Disk, r.dev.SectorSize(), gpt.Sector)
+	if r.dev.SectorSize() != layout.Sector {
+		return errs.New(errs.InvalidArgs, "disk %s has sectors of %d bytes, the image is made for %d", r.Disk, r.dev.SectorSize(), layout.Sector)
 	}
-	sectors := uint64(r.UnpackedSizeBytes / gpt.Sector)
-	if table.Alternate() != sectors-1 {
-		return errs.New(errs.InvalidArgs, "the image's partition table is for %d sectors, the image has %d", table.Alternate()+1, sectors)
+	sectors := uint64(r.UnpackedSizeBytes / layout.Sector)
+	if table.Sectors() != sectors {
+		return errs.New(errs.InvalidArgs, "the image's partition table is for %d sectors, the image has %d", table.Sectors(), sectors)
 	}
-	if table.BackupSectors()*gpt.Sector > tailSize {
+	if table.BackupSectors()*layout.Sector > tailSize {
 		return errs.New(errs.InvalidArgs, "the image's partition table takes %d sectors", table.BackupSectors())
 	}
-	oldBackup := gpt.Patch{Off: int64(sectors-table.BackupSectors()) * gpt.Sector, Data: make([]byte, table.BackupSectors()*gpt.Sector)}
-	if err := table.Fit(uint64(r.dev.Size() / gpt.Sector)); err != nil {
+	oldBackup := gpt.Patch{Off: int64(sectors-table.BackupSectors()) * layout.Sector, Data: make([]byte, table.BackupSectors()*layout.Sector)}
+	if err := table.Fit(uint64(r.dev.Size())); err != nil {
 		return errs.New(errs.NoSpace, "disk %s: %v", r.Disk, err)
 	}
 	if r.Seed != nil {
@@ -384,23 +389,21 @@ func (r *run) plan() error {
 // the image stays in one piece.
 func (r *run) planSeed(table *gpt.Table) error {
 	for _, p := range table.Partitions() {
-		if p.Name == seed.Label {
-			return errs.New(errs.InvalidArgs, "the image has a %s partition of its own", seed.Label)
+		if p.Name == layout.SeedLabel {
+			return errs.New(errs.InvalidArgs, "the image has a %s partition of its own", layout.SeedLabel)
 		}
 	}
-	end := int64(table.LastUsable()+1) * gpt.Sector
-	at := (end - seed.SizeBytes) &^ (alignment - 1)
-	if least := (r.UnpackedSizeBytes + alignment - 1) &^ (alignment - 1); at < least {
+	end := int64(table.LastUsable()+1) * layout.Sector
+	at := (end - seed.SizeBytes) &^ (gpt.Align - 1)
+	if least := (r.UnpackedSizeBytes + gpt.Align - 1) &^ (gpt.Align - 1); at < least {
 		return errs.New(errs.NoSpace, "disk %s has %d bytes, the image and its seed need %d", r.Disk, r.dev.Size(), least+seed.SizeBytes+r.dev.Size()-end)
 	}
-	p := gpt.Partition{Type: gpt.BasicData, Name: seed.Label, First: uint64(at / gpt.Sector), Last: uint64((at+seed.SizeBytes)/gpt.Sector) - 1}
-	if _, err := io.ReadFull(r.Rand, p.GUID[:]); err != nil {
+	id, err := uuid.NewRandomFromReader(r.Rand)
+	if err != nil {
 		return fmt.Errorf("make a partition's GUID: %w", err)
 	}
-	// RFC 9562 version 4; the first three fields are little-endian on disk.
-	p.GUID[7] = p.GUID[7]&0x0f | 0x40
-	p.GUID[8] = p.GUID[8]&0x3f | 0x80
-	if err := table.Add(p); err != nil {
+	p := gpt.Partition{Type: layout.TypeBasic, ID: id, Name: layout.SeedLabel, First: uint64(at / layout.Sector), Last: uint64((at+seed.SizeBytes)/layout.Sector) - 1}
+	if _, err := table.Add(p); err != nil {
 		return errs.New(errs.InvalidArgs, "the image: %v", err)
 	}
 	r.seedAt = at

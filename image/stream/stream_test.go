@@ -27,8 +27,9 @@ import (
 	"github.com/better-compute/site-appliance/appliance/base/backoff"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/appliance/base/secret"
+	"github.com/better-compute/site-appliance/image/gpt"
+	"github.com/better-compute/site-appliance/image/layout"
 	"github.com/better-compute/site-appliance/image/stream/blockdev"
-	"github.com/better-compute/site-appliance/image/stream/gpt"
 	"github.com/better-compute/site-appliance/image/stream/seed"
 )
 
@@ -144,21 +145,21 @@ func checkDisk(t *testing.T, disk []byte, raw []byte, seeded bool) {
 	if !bytes.Equal(disk[:440], raw[:440]) {
 		t.Error("the boot code differs")
 	}
-	got, err := gpt.Parse(disk)
+	got, err := gpt.Parse(disk, 512)
 	if err != nil {
 		t.Fatalf("the disk's table: %v", err)
 	}
-	if want := uint64(len(disk)/512 - 1); got.Alternate() != want {
-		t.Errorf("the backup stands at sector %d, want %d", got.Alternate(), want)
+	if want := uint64(len(disk) / 512); got.Sectors() != want {
+		t.Errorf("the table is for %d sectors, want %d", got.Sectors(), want)
 	}
-	want, err := gpt.Parse(raw)
+	want, err := gpt.Parse(raw, 512)
 	if err != nil {
 		t.Fatal(err)
 	}
 	parts := got.Partitions()
 	if seeded {
-		if len(parts) == 0 || parts[len(parts)-1].Name != seed.Label {
-			t.Fatalf("partitions = %+v, want a %s at the end", parts, seed.Label)
+		if len(parts) == 0 || parts[len(parts)-1].Name != layout.SeedLabel {
+			t.Fatalf("partitions = %+v, want a %s at the end", parts, layout.SeedLabel)
 		}
 		cidata := parts[len(parts)-1]
 		parts = parts[:len(parts)-1]

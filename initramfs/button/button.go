@@ -10,6 +10,8 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	"github.com/better-compute/site-appliance/initramfs/survive"
 )
 
 // A struct input_event on a 64-bit kernel: two words of time, then type, code, value.
@@ -27,8 +29,8 @@ func Pressed(e []byte) bool {
 }
 
 // Wait calls pressed at each press, until ctx is done. sys is
-// /sys/class/input, dev is /dev/input.
-func Wait(ctx context.Context, sys, dev string, pressed func()) {
+// /sys/class/input, dev is /dev/input. say hears of panics.
+func Wait(ctx context.Context, sys, dev string, say func(format string, args ...any), pressed func()) {
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	open := map[string]bool{}
@@ -45,21 +47,7 @@ func Wait(ctx context.Context, sys, dev string, pressed func()) {
 				continue
 			}
 			open[event] = true
-			wg.Go(func() {
-				stop := context.AfterFunc(ctx, func() { f.Close() })
-				defer stop()
-				defer f.Close()
-				b := make([]byte, eventSize)
-				for {
-					n, err := f.Read(b)
-					if err != nil {
-						return
-					}
-					if Pressed(b[:n]) {
-						pressed()
-					}
-				}
-			})
+			wg.Go(func() { survive.Run(ctx, "button", say, func() { read(ctx, f, pressed) }) })
 		}
 		t := time.NewTimer(5 * time.Second)
 		select {
@@ -67,6 +55,23 @@ func Wait(ctx context.Context, sys, dev string, pressed func()) {
 			t.Stop()
 			return
 		case <-t.C:
+		}
+	}
+}
+
+// read follows one input device until it goes away or ctx is done.
+func read(ctx context.Context, f *os.File, pressed func()) {
+	stop := context.AfterFunc(ctx, func() { _ = survive.Once(func() { f.Close() }) })
+	defer stop()
+	b := make([]byte, eventSize)
+	for {
+		n, err := f.Read(b)
+		if err != nil {
+			f.Close()
+			return
+		}
+		if Pressed(b[:n]) {
+			pressed()
 		}
 	}
 }

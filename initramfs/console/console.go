@@ -4,11 +4,14 @@ package console
 
 import (
 	"bytes"
+	"context"
 	"io"
 	"os"
 	"strings"
 	"sync"
 	"time"
+
+	"github.com/better-compute/site-appliance/initramfs/survive"
 )
 
 // queueLines bounds what waits for one console; what is over it is dropped and counted.
@@ -50,14 +53,21 @@ func Names(active string) []string {
 	return names
 }
 
-// Open opens the consoles by name below /dev; those that cannot be opened are left out.
+// Open opens the consoles by name below /dev; those that cannot be opened are
+// left out. Without any it is the kernel's own choice.
 func Open(names []string) *Console {
 	var ws []io.Writer
-	for _, n := range names {
+	open := func(name string) {
 		// not a controlling terminal: ctrl-C on it must not reach PID 1
-		if f, err := os.OpenFile("/dev/"+n, os.O_WRONLY|noCTTY, 0); err == nil {
+		if f, err := os.OpenFile("/dev/"+name, os.O_WRONLY|noCTTY, 0); err == nil {
 			ws = append(ws, f)
 		}
+	}
+	for _, n := range names {
+		open(n)
+	}
+	if len(ws) == 0 {
+		open("console")
 	}
 	return New(ws...)
 }
@@ -68,7 +78,7 @@ func New(ws ...io.Writer) *Console {
 	for _, w := range ws {
 		s := &sink{w: w, lines: make(chan []byte, queueLines)}
 		c.sinks = append(c.sinks, s)
-		c.wg.Go(s.run)
+		c.wg.Go(func() { survive.Run(context.Background(), "console", func(string, ...any) {}, s.run) })
 	}
 	return c
 }
@@ -120,10 +130,8 @@ func (c *Console) Drain(most time.Duration) {
 	for _, s := range c.sinks {
 		close(s.lines)
 	}
-	done := make(chan struct{})
-	go func() { c.wg.Wait(); close(done) }()
 	select {
-	case <-done:
+	case <-survive.Go(context.Background(), "console", func(string, ...any) {}, c.wg.Wait):
 	case <-time.After(most):
 	}
 }

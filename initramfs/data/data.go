@@ -14,8 +14,8 @@ import (
 	"github.com/google/uuid"
 	"golang.org/x/sys/unix"
 
+	"github.com/better-compute/site-appliance/image/gpt"
 	"github.com/better-compute/site-appliance/image/layout"
-	"github.com/better-compute/site-appliance/image/layout/gpt"
 	"github.com/better-compute/site-appliance/initramfs/disk"
 )
 
@@ -43,19 +43,19 @@ type Plan struct {
 	First, Last uint64
 }
 
-// ErrNoRoom: the disk has no partition for data and no room for one.
+// ErrNoRoom says that the disk has no partition for data and no room for one.
 var ErrNoRoom = errors.New("no room for a data partition")
 
 // Decide says what the disk of this size needs. It grows t to the disk's end.
 func Decide(t *gpt.Table, size uint64) (Plan, error) {
-	if n := t.Find(layout.TypeLinux, layout.DataName); n != 0 {
-		return Plan{Step: Use, Number: n}, nil
+	if p, ok := t.Find(layout.TypeLinux, layout.DataName); ok {
+		return Plan{Step: Use, Number: p.Number}, nil
 	}
 	// An older boot was cut off between the table and the end of mke2fs.
-	if n := t.Find(layout.TypeLinux, layout.NewDataName); n != 0 {
-		return Plan{Step: Format, Number: n}, nil
+	if p, ok := t.Find(layout.TypeLinux, layout.NewDataName); ok {
+		return Plan{Step: Format, Number: p.Number}, nil
 	}
-	if _, err := t.Grow(size); err != nil {
+	if err := t.Grow(size); err != nil {
 		return Plan{}, err
 	}
 	first, last, ok := t.Free(Least)
@@ -111,7 +111,9 @@ func (s Setup) Prepare(ctx context.Context, d disk.Disk, target string) error {
 			return fmt.Errorf("mke2fs on %s: exit code %d: %s", dev, code, lastLine(out))
 		}
 		// Only now does the name say that there is something to keep.
-		d.Table.Partitions[number-1].Name = layout.DataName
+		if err := d.Table.Rename(number, layout.DataName); err != nil {
+			return err
+		}
 		if err := s.writeTable(d); err != nil {
 			return err
 		}
@@ -143,13 +145,13 @@ func (s Setup) check(ctx context.Context, dev string) error {
 		}
 		return nil
 	}
-	s.Say("%s needs a full repair: %s", dev, lastLine(out))
+	s.Say("%s needs a full repair: %s", dev, complaint(out))
 	code, out, err = s.Runner.Run(ctx, "/usr/sbin/e2fsck", "-f", "-y", dev)
 	if err != nil {
 		return err
 	}
 	if code >= 4 {
-		return fmt.Errorf("%s cannot be repaired and is left as it is: e2fsck exit code %d: %s", dev, code, lastLine(out))
+		return fmt.Errorf("%s cannot be repaired and is left as it is: e2fsck exit code %d: %s", dev, code, complaint(out))
 	}
 	s.Say("repaired %s", dev)
 	return nil
@@ -191,6 +193,18 @@ func waitFor(ctx context.Context, path string) error {
 		case <-time.After(20 * time.Millisecond):
 		}
 	}
+}
+
+// complaint is what e2fsck says is wrong: its last lines are advice.
+func complaint(out string) string {
+	said := lastLine(out)
+	for line := range strings.Lines(out) {
+		// It names itself by the path that it was called by.
+		if _, text, ok := strings.Cut(line, "e2fsck: "); ok {
+			said = strings.TrimSpace(text)
+		}
+	}
+	return said
 }
 
 func lastLine(s string) string {

@@ -14,7 +14,7 @@ import (
 
 	"github.com/google/uuid"
 
-	"github.com/better-compute/site-appliance/image/layout/gpt"
+	"github.com/better-compute/site-appliance/image/gpt"
 )
 
 // Disk is one whole disk.
@@ -101,9 +101,9 @@ func Boot(disks []Disk, loader uuid.UUID, typ uuid.UUID, name string) (Disk, err
 			continue
 		}
 		match := false
-		for _, p := range d.Table.Partitions {
+		for _, p := range d.Table.Partitions() {
 			if loader != uuid.Nil {
-				match = match || p.Used() && p.ID == loader
+				match = match || p.ID == loader
 			} else {
 				match = match || p.Type == typ && p.Name == name
 			}
@@ -198,11 +198,8 @@ func ByLabel(d Disk, label string) string {
 	if d.Table == nil {
 		return ""
 	}
-	for i, p := range d.Table.Partitions {
-		if !p.Used() {
-			continue
-		}
-		dev := d.Partition(i + 1)
+	for _, p := range d.Table.Partitions() {
+		dev := d.Partition(p.Number)
 		f, err := os.Open(dev)
 		if err != nil {
 			continue

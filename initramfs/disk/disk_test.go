@@ -10,8 +10,8 @@ import (
 
 	"github.com/google/uuid"
 
+	"github.com/better-compute/site-appliance/image/gpt"
 	"github.com/better-compute/site-appliance/image/layout"
-	"github.com/better-compute/site-appliance/image/layout/gpt"
 )
 
 func with(name string, parts ...gpt.Partition) Disk {
@@ -19,7 +19,13 @@ func with(name string, parts ...gpt.Partition) Disk {
 	if err != nil {
 		panic(err)
 	}
-	copy(t.Partitions[:], parts)
+	for i, p := range parts {
+		p.First = t.FirstUsable() + uint64(i)
+		p.Last = p.First
+		if _, err := t.Add(p); err != nil {
+			panic(err)
+		}
+	}
 	return Disk{Name: name, Dev: "/dev/" + name, Size: 64 << 20, SectorSize: 512, Table: t}
 }
 

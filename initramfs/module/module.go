@@ -267,17 +267,6 @@ func (l *Loader) Alias(modalias string) error {
 	return errors.Join(errs...)
 }
 
-// Loaded counts the modules that were loaded.
-func (l *Loader) Loaded() int {
-	n := 0
-	for _, err := range l.tried {
-		if err == nil {
-			n++
-		}
-	}
-	return n
-}
-
 // Coldplug loads modules for every device below /sys/devices and repeats while
 // that brings new devices, at most eight times. settle waits between rounds.
 func (l *Loader) Coldplug(devices fs.FS, settle func()) error {

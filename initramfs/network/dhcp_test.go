@@ -2,10 +2,13 @@ package network
 
 import (
 	"context"
+	"fmt"
 	"net"
 	"net/netip"
 	"os"
 	"runtime"
+	"slices"
+	"strings"
 	"sync"
 	"syscall"
 	"testing"
@@ -22,6 +25,7 @@ import (
 type server struct {
 	mu       sync.Mutex
 	requests []string // "new", "renew" (unicast), "rebind" (broadcast with an address)
+	down     bool     // silent altogether
 	silent   bool     // to renewals by unicast
 	nak      bool
 }
@@ -48,6 +52,10 @@ var (
 func (s *server) answer(m *dhcpv4.DHCPv4, unicast bool) *dhcpv4.DHCPv4 {
 	s.mu.Lock()
 	defer s.mu.Unlock()
+	if s.down {
+		s.requests = append(s.requests, "unheard")
+		return nil
+	}
 	typ := dhcpv4.MessageTypeOffer
 	if m.MessageType() == dhcpv4.MessageTypeRequest {
 		kind := "new"
@@ -145,7 +153,8 @@ func eventually(t *testing.T, what string, ok func() bool) {
 	t.Errorf("%s did not come about", what)
 }
 
-// TestDHCP goes through a lease's life on a real wire.
+// TestDHCP goes through a lease's life on a real wire: first there is no cable,
+// then no server, then a lease that is renewed, rebound, lost and got anew.
 func TestDHCP(t *testing.T) {
 	if os.Getuid() != 0 {
 		t.Skip("needs root for network namespaces")
@@ -154,7 +163,7 @@ func TestDHCP(t *testing.T) {
 	var wg sync.WaitGroup
 	defer wg.Wait()
 	defer cancel()
-	s := &server{}
+	s := &server{down: true}
 	ready, arrived := make(chan int), make(chan struct{})
 	wg.Go(func() {
 		if err := s.run(ctx, ready, arrived); err != nil {
@@ -167,7 +176,15 @@ func TestDHCP(t *testing.T) {
 	}
 	var mu sync.Mutex
 	var leases []Lease
-	losses := 0
+	var said []string
+	losses, cable := 0, false
+	heard := func(part string) func() bool {
+		return func() bool {
+			mu.Lock()
+			defer mu.Unlock()
+			return slices.ContainsFunc(said, func(line string) bool { return strings.Contains(line, part) })
+		}
+	}
 	wg.Go(func() {
 		runtime.LockOSThread()
 		if err := unix.Unshare(unix.CLONE_NEWNET); err != nil {
@@ -183,7 +200,15 @@ func TestDHCP(t *testing.T) {
 			t.Error(err)
 			return
 		}
-		d := DHCP{Say: t.Logf, Carrier: func(string) bool { return true }, Retry: backoff.Policy{Min: 200 * time.Millisecond, Max: time.Second}}
+		d := DHCP{
+			Say: func(format string, args ...any) {
+				mu.Lock()
+				defer mu.Unlock()
+				said = append(said, fmt.Sprintf(format, args...))
+			},
+			Carrier: func(string) bool { mu.Lock(); defer mu.Unlock(); return cable },
+			Retry:   backoff.Policy{Min: 200 * time.Millisecond, Max: time.Second},
+		}
 		d.Hold(ctx, "v0", func(l Lease) error {
 			mu.Lock()
 			defer mu.Unlock()
@@ -198,6 +223,13 @@ func TestDHCP(t *testing.T) {
 			}
 		})
 	})
+	eventually(t, "word of the missing cable", heard("v0: no link"))
+	mu.Lock()
+	cable = true
+	mu.Unlock()
+	eventually(t, "word of the missing server", heard("v0: no DHCP answer"))
+	eventually(t, "another try", func() bool { return s.count("unheard") >= 3 })
+	s.set(func() { s.down = false })
 	eventually(t, "a lease", func() bool { mu.Lock(); defer mu.Unlock(); return len(leases) > 0 })
 	mu.Lock()
 	if l := leases[0]; l.Address.String() != "10.9.0.5/24" || l.T1 != time.Second {

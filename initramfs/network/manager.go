@@ -23,6 +23,8 @@ type State struct {
 	Uplink string `json:"uplink"`
 	// Interfaces maps a name to its address with prefix length.
 	Interfaces map[string]string `json:"interfaces"`
+	// Missing names what the configuration wants and is not there, a line each.
+	Missing []string `json:"missing,omitempty"`
 }
 
 // Client holds one interface's lease for as long as ctx lasts.
@@ -47,17 +49,12 @@ type Manager struct {
 
 	mu    sync.Mutex
 	state State
-	ready chan struct{}
 }
 
 // Start prepares Ready.
 func (m *Manager) Start() {
-	m.ready = make(chan struct{})
 	m.state = State{Interfaces: map[string]string{}}
 }
-
-// Ready is closed when the first way out is there.
-func (m *Manager) Ready() <-chan struct{} { return m.ready }
 
 // Snapshot is the present state.
 func (m *Manager) Snapshot() State {
@@ -75,13 +72,6 @@ func (m *Manager) update(change func(*State), dns []netip.Addr) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
 	change(&m.state)
-	if m.state.Uplink != "" {
-		select {
-		case <-m.ready:
-		default:
-			close(m.ready)
-		}
-	}
 	data, err := json.Marshal(m.state)
 	if err == nil {
 		err = atomicfile.Write(m.StateFile, append(data, '\n'), 0o644)
@@ -110,9 +100,10 @@ func (m *Manager) RunSite(ctx context.Context, site *config.Site) {
 		plan := Decide(site, ifaces)
 		if missing := strings.Join(plan.Missing, "; "); missing != told {
 			told = missing
-			if missing != "" {
-				m.Say("%s", missing)
+			for _, line := range plan.Missing {
+				m.Say("%s", line)
 			}
+			m.update(func(s *State) { s.Missing = plan.Missing }, nil)
 		}
 		for _, l := range plan.LANs {
 			if !lans[l.Interface] {

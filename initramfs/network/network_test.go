@@ -171,11 +171,6 @@ func TestFirstLeaseIsTheUplink(t *testing.T) {
 			m.RunSite(ctx, parse(t, "[[lan]]\ninterface = \"eth1\"\naddress = \"10.77.0.1/24\"\n"))
 		}()
 		time.Sleep(10 * time.Second)
-		select {
-		case <-m.Ready():
-		default:
-			t.Error("not ready")
-		}
 		want := map[string]string{"eth1": "10.77.0.1/24", "eth2": "192.0.2.7/24"}
 		if s := m.Snapshot(); s.Uplink != "eth2" || !reflect.DeepEqual(s.Interfaces, want) || !reflect.DeepEqual(l.addr, want) {
 			t.Errorf("state = %+v, addresses = %v: want eth2 as the uplink and eth0 without an address", s, l.addr)
@@ -187,6 +182,57 @@ func TestFirstLeaseIsTheUplink(t *testing.T) {
 		}
 		if data, err := os.ReadFile(m.Resolv); err != nil || string(data) != "nameserver 192.0.2.53\n" {
 			t.Errorf("resolv.conf = %q, %v", data, err)
+		}
+		cancel()
+		<-done
+	})
+}
+
+// TestMissingLAN: one of two LANs has no card. That is said once and kept for
+// home, everything else comes up, and so does the LAN when its card is there.
+func TestMissingLAN(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m, _ := manager(t, servers{delay: map[string]time.Duration{"eth0": 0}})
+		var mu sync.Mutex
+		there := []Interface{eth0, eth1}
+		var said []string
+		m.Wired = func() ([]Interface, error) { mu.Lock(); defer mu.Unlock(); return there, nil }
+		m.Say = func(format string, args ...any) {
+			mu.Lock()
+			defer mu.Unlock()
+			said = append(said, fmt.Sprintf(format, args...))
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			m.RunSite(ctx, parse(t, "[uplink]\ninterface = \"eth0\"\n[[lan]]\ninterface = \"eth1\"\naddress = \"10.1.0.1/24\"\n[[lan]]\ninterface = \"eth2\"\naddress = \"10.2.0.1/24\"\n"))
+		}()
+		time.Sleep(time.Minute)
+		const missing = `lan 2: no interface is named "eth2"`
+		s := m.Snapshot()
+		if want := map[string]string{"eth0": "192.0.2.7/24", "eth1": "10.1.0.1/24"}; s.Uplink != "eth0" || !reflect.DeepEqual(s.Interfaces, want) {
+			t.Errorf("state = %+v, want the uplink and lan 1", s)
+		}
+		mu.Lock()
+		n := 0
+		for _, line := range said {
+			if line == missing {
+				n++
+			}
+		}
+		if n != 1 {
+			t.Errorf("%q was said %d times, want once: %q", missing, n, said)
+		}
+		there = append(there, eth2)
+		mu.Unlock()
+		var kept State
+		if data, err := os.ReadFile(m.StateFile); err != nil || json.Unmarshal(data, &kept) != nil || !reflect.DeepEqual(kept.Missing, []string{missing}) {
+			t.Errorf("state file: %+v, %v, want it to name what is missing", kept, err)
+		}
+		time.Sleep(5 * time.Second)
+		if s := m.Snapshot(); s.Interfaces["eth2"] != "10.2.0.1/24" {
+			t.Errorf("with the card: %+v", s)
 		}
 		cancel()
 		<-done

@@ -71,11 +71,6 @@ type Plan struct {
 	Missing []string
 }
 
-// Settled reports whether nothing that the configuration wants is missing.
-func (p Plan) Settled() bool {
-	return len(p.Missing) == 0 && (len(p.Uplink) > 0 || p.UplinkStatic != nil)
-}
-
 // Decide plans a box's networks.
 func Decide(site *config.Site, ifaces []Interface) Plan {
 	var plan Plan
@@ -92,6 +87,10 @@ func Decide(site *config.Site, ifaces []Interface) Plan {
 		name, err := l.Name(there)
 		if err != nil {
 			plan.Missing = append(plan.Missing, fmt.Sprintf("lan %d: %v", n+1, err))
+			continue
+		}
+		if taken[name] {
+			plan.Missing = append(plan.Missing, fmt.Sprintf("lan %d: %s is another lan already", n+1, name))
 			continue
 		}
 		taken[name] = true

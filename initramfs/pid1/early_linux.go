@@ -14,6 +14,7 @@ import (
 
 	"github.com/better-compute/site-appliance/initramfs/console"
 	"github.com/better-compute/site-appliance/initramfs/module"
+	"github.com/better-compute/site-appliance/initramfs/survive"
 )
 
 // namespace is what a kernel hands over without: mounts, and the names in
@@ -125,7 +126,7 @@ func (b *boot) loadModules(ctx context.Context) error {
 
 // hotplug loads modules for hardware that comes later.
 func (b *boot) hotplug(ctx context.Context) error {
-	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC, unix.NETLINK_KOBJECT_UEVENT)
+	fd, err := unix.Socket(unix.AF_NETLINK, unix.SOCK_DGRAM|unix.SOCK_CLOEXEC|unix.SOCK_NONBLOCK, unix.NETLINK_KOBJECT_UEVENT)
 	if err != nil {
 		return fmt.Errorf("open uevent socket: %w", err)
 	}
@@ -133,33 +134,64 @@ func (b *boot) hotplug(ctx context.Context) error {
 		unix.Close(fd)
 		return fmt.Errorf("bind uevent socket: %w", err)
 	}
-	stop := context.AfterFunc(ctx, func() { unix.Shutdown(fd, unix.SHUT_RDWR) })
-	go b.guard(ctx, "hotplug", func() {
-		defer stop()
+	events := os.NewFile(uintptr(fd), "uevents")
+	context.AfterFunc(ctx, func() { _ = survive.Once(func() { events.Close() }) })
+	survive.Go(ctx, "hotplug", b.say, func() {
 		buf := make([]byte, 64<<10)
 		for ctx.Err() == nil {
-			n, from, err := unix.Recvfrom(fd, buf, 0)
-			if err != nil {
-				if errors.Is(err, unix.EINTR) || errors.Is(err, unix.ENOBUFS) {
-					continue
-				}
+			event, err := kernelEvent(events, buf)
+			switch {
+			case ctx.Err() != nil:
+				return
+			case errors.Is(err, unix.EINTR) || errors.Is(err, unix.ENOBUFS):
+				continue
+			case err != nil:
+				b.say("hotplug: ended: %v", err)
 				return
 			}
-			if sa, ok := from.(*unix.SockaddrNetlink); !ok || sa.Pid != 0 {
-				continue // only the kernel is believed
-			}
-			if a := modalias(buf[:n]); a != "" {
-				b.modulesMu.Lock()
-				if b.modules != nil {
-					if err := b.modules.Alias(a); err != nil {
-						b.say("modules: %v", err)
-					}
-				}
-				b.modulesMu.Unlock()
+			if a := modalias(event); a != "" {
+				b.plugged(a)
 			}
 		}
 	})
 	return nil
+}
+
+// kernelEvent waits for one message; it is empty where it is not the kernel's,
+// which alone is believed.
+func kernelEvent(events *os.File, buf []byte) (event []byte, err error) {
+	conn, err := events.SyscallConn()
+	if err != nil {
+		return nil, err
+	}
+	waited := conn.Read(func(fd uintptr) bool {
+		var n int
+		var from unix.Sockaddr
+		n, from, err = unix.Recvfrom(int(fd), buf, 0)
+		if errors.Is(err, unix.EAGAIN) {
+			return false
+		}
+		if sa, ok := from.(*unix.SockaddrNetlink); err == nil && ok && sa.Pid == 0 {
+			event = buf[:n]
+		}
+		return true
+	})
+	if waited != nil {
+		return nil, waited
+	}
+	return event, err
+}
+
+// plugged loads what a device that came later asks for.
+func (b *boot) plugged(alias string) {
+	b.modulesMu.Lock()
+	defer b.modulesMu.Unlock()
+	if b.modules == nil {
+		return
+	}
+	if err := b.modules.Alias(alias); err != nil {
+		b.say("modules: %v", err)
+	}
 }
 
 // modalias takes the alias out of an event that adds a device.
@@ -207,7 +239,7 @@ func (b *boot) watchdog(ctx context.Context) error {
 		}
 	}
 	kick()
-	go func() { // no guard: should this end, the machine is to restart
+	survive.Go(ctx, "watchdog", b.say, func() {
 		for {
 			sleep(ctx, watchdogKick)
 			if late := b.uptime() - time.Duration(b.alive.Load()); late < stepLimit {
@@ -217,7 +249,7 @@ func (b *boot) watchdog(ctx context.Context) error {
 				return
 			}
 		}
-	}()
+	})
 	return nil
 }
 
@@ -229,10 +261,10 @@ func (b *boot) entropy(ctx context.Context) error {
 	}
 	b.say("entropy: waiting")
 	done := make(chan error, 1)
-	go func() {
+	survive.Go(ctx, "entropy", b.say, func() {
 		_, err := unix.Getrandom(one, 0)
 		done <- err
-	}()
+	})
 	ctx, cancel := context.WithTimeout(ctx, time.Minute)
 	defer cancel()
 	select {

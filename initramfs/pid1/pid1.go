@@ -20,6 +20,7 @@ import (
 	"github.com/better-compute/site-appliance/initramfs/disk"
 	"github.com/better-compute/site-appliance/initramfs/module"
 	"github.com/better-compute/site-appliance/initramfs/supervise"
+	"github.com/better-compute/site-appliance/initramfs/survive"
 )
 
 // Role is what the machine is, from /etc/bc/role.
@@ -81,9 +82,10 @@ type boot struct {
 
 	// alive is when the steps or the loop last made progress, for the watchdog.
 	alive    atomic.Int64
-	problems []string
 	ready    bool
 	readyMu  sync.Mutex
+	problems []string
+	problemM sync.Mutex
 
 	disk     disk.Disk
 	hasDisk  bool
@@ -158,11 +160,19 @@ func (b *boot) problem(name string, err error) {
 			continue
 		}
 		b.say("%s: failed: %s", name, line)
-		text := name + ": " + line
-		if !slices.Contains(b.problems, text) && len(b.problems) < 64 {
-			b.problems = append(b.problems, text)
-		}
+		b.note(name, line)
 	}
+}
+
+// note keeps one line for bcd to send home. The same line counts once.
+func (b *boot) note(name, line string) {
+	text := name + ": " + line
+	b.problemM.Lock()
+	defer b.problemM.Unlock()
+	if slices.Contains(b.problems, text) || len(b.problems) >= 64 {
+		return
+	}
+	b.problems = append(b.problems, text)
 	if err := os.WriteFile(problemsPath, []byte(strings.Join(b.problems, "\n")+"\n"), 0o644); err != nil && !errors.Is(err, os.ErrNotExist) {
 		b.say("keep problems: %v", err)
 	}
@@ -173,21 +183,7 @@ func (b *boot) has(word string) bool { return slices.Contains(b.cmdline, word) }
 
 // guard runs f and, should it panic, says so and runs it again.
 func (b *boot) guard(ctx context.Context, name string, f func()) {
-	for ctx.Err() == nil {
-		ok := func() (ok bool) {
-			defer func() {
-				if r := recover(); r != nil {
-					b.say("%s: panic: %v", name, r)
-				}
-			}()
-			f()
-			return true
-		}()
-		if ok {
-			return
-		}
-		sleep(ctx, time.Second)
-	}
+	survive.Run(ctx, name, b.say, f)
 }
 
 // serviceArgs is how bcd is started.

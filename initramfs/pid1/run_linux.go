@@ -1,11 +1,13 @@
 package pid1
 
 import (
+	"bytes"
 	"context"
 	"crypto/rand"
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"os"
 	"os/signal"
 	"path/filepath"
@@ -21,11 +23,13 @@ import (
 	"github.com/better-compute/site-appliance/appliance/site/config"
 	"github.com/better-compute/site-appliance/image/layout"
 	"github.com/better-compute/site-appliance/initramfs/button"
+	"github.com/better-compute/site-appliance/initramfs/console"
 	"github.com/better-compute/site-appliance/initramfs/data"
 	"github.com/better-compute/site-appliance/initramfs/disk"
 	"github.com/better-compute/site-appliance/initramfs/network"
 	"github.com/better-compute/site-appliance/initramfs/seed"
 	"github.com/better-compute/site-appliance/initramfs/supervise"
+	"github.com/better-compute/site-appliance/initramfs/survive"
 )
 
 // end is how the machine goes down.
@@ -40,7 +44,7 @@ const (
 func (b *boot) run() end {
 	ctx, cancel := context.WithCancel(context.Background())
 	defer cancel()
-	b.children = supervise.Reap(ctx)
+	b.children = supervise.Reap(ctx, b.say)
 	ends := make(chan end, 1)
 	ask := func(e end) {
 		select {
@@ -50,7 +54,7 @@ func (b *boot) run() end {
 	}
 	signals := make(chan os.Signal, 4)
 	signal.Notify(signals, unix.SIGINT, unix.SIGTERM, unix.SIGUSR2, unix.SIGHUP, unix.SIGPIPE)
-	go func() {
+	survive.Go(ctx, "signals", b.say, func() {
 		for s := range signals {
 			switch s {
 			case unix.SIGINT, unix.SIGTERM:
@@ -59,7 +63,7 @@ func (b *boot) run() end {
 				ask(powerOff)
 			}
 		}
-	}()
+	})
 
 	err := b.step("early", b.early)
 	b.say("version %s, role %s, kernel %s", b.Version, b.role, readTrim("/proc/sys/kernel/osrelease"))
@@ -71,8 +75,8 @@ func (b *boot) run() end {
 	b.step("hotplug", func() error { return b.hotplug(ctx) })
 	b.step("watchdog", func() error { return b.watchdog(ctx) })
 	b.step("entropy", func() error { return b.entropy(ctx) })
-	go b.guard(ctx, "button", func() {
-		button.Wait(ctx, "/sys/class/input", "/dev/input", func() {
+	survive.Go(ctx, "button", b.say, func() {
+		button.Wait(ctx, "/sys/class/input", "/dev/input", b.say, func() {
 			b.say("power button")
 			ask(powerOff)
 		})
@@ -96,10 +100,8 @@ func (b *boot) run() end {
 		case e := <-ends:
 			b.say("going down")
 			stopServices()
-			done := make(chan struct{})
-			go func() { services.Wait(); close(done) }()
 			select {
-			case <-done:
+			case <-survive.Go(ctx, "services", b.say, services.Wait):
 			case <-time.After(20 * time.Second):
 				b.say("some services did not end")
 			}
@@ -111,35 +113,36 @@ func (b *boot) run() end {
 // bring does the steps that can change when a disk turns up, and starts the
 // services. When a missing disk is there at last, all of it is done again.
 func (b *boot) bring(ctx context.Context) {
-	for ctx.Err() == nil {
-		var found error
-		if b.role != Ramdisk {
-			found = b.step("data", func() error { return b.data(ctx) })
-		}
-		var site *config.Site
-		if b.role == Site {
-			b.step("config", func() (err error) { site, err = b.config(); return err })
-		}
-		if b.role == Node {
-			b.step("seed", b.seed)
-		}
-		inner, stop := context.WithCancel(ctx)
-		var services sync.WaitGroup
-		if b.role == Site {
-			b.step("harden", func() error { return network.Harden("/proc/sys/net") })
-		}
-		b.step("network", func() error { return b.network(inner, &services, site) })
-		b.bcd(inner, &services)
-
-		again := b.watchDisk(ctx, found)
-		stop()
-		services.Wait()
-		if !again {
-			return
-		}
+	for ctx.Err() == nil && b.bringOnce(ctx) {
 		b.say("data: the disk is there now: starting over")
 		b.setReady(false)
 	}
+}
+
+// bringOnce reports whether all is to be done again. Its services have ended
+// when it returns, also by a panic.
+func (b *boot) bringOnce(ctx context.Context) bool {
+	var found error
+	if b.role != Ramdisk {
+		found = b.step("data", func() error { return b.data(ctx) })
+	}
+	var site *config.Site
+	if b.role == Site {
+		b.step("config", func() (err error) { site, err = b.config(); return err })
+	}
+	if b.role == Node {
+		b.step("seed", b.seed)
+	}
+	if b.role == Site {
+		b.step("harden", func() error { return network.Harden("/proc/sys/net") })
+	}
+	var services sync.WaitGroup
+	inner, stop := context.WithCancel(ctx)
+	defer services.Wait()
+	defer stop()
+	b.step("network", func() error { return b.network(inner, &services, site) })
+	b.bcd(inner, &services)
+	return b.watchDisk(ctx, found)
 }
 
 // watchDisk waits for ctx, or, where the disk was missing or ambiguous, for
@@ -158,6 +161,19 @@ func (b *boot) watchDisk(ctx context.Context, found error) bool {
 			return true
 		}
 	}
+}
+
+// room is an error where the data partition has next to none left. bcd watches
+// that while it runs.
+func room(dir string) error {
+	free, total, err := data.Space(dir)
+	if err != nil {
+		return err
+	}
+	if free < total/50 {
+		return fmt.Errorf("the data partition is full: under 2 %% of %d MiB are free", total>>20)
+	}
+	return nil
 }
 
 func (b *boot) findDisk() (disk.Disk, error) {
@@ -191,8 +207,8 @@ func (b *boot) data(ctx context.Context) error {
 		sleep(ctx, 200*time.Millisecond)
 	}
 	b.disk, b.hasDisk = d, true
-	if n := d.Table.Find(layout.TypeIdent, layout.IdentName); n != 0 {
-		b.ident = d.Partition(n)
+	if p, ok := d.Table.Find(layout.TypeIdent, layout.IdentName); ok {
+		b.ident = d.Partition(p.Number)
 	}
 	setup := data.Setup{
 		Runner: b.children,
@@ -202,22 +218,18 @@ func (b *boot) data(ctx context.Context) error {
 	if err := setup.Prepare(ctx, d, dataDir); err != nil {
 		return fmt.Errorf("%w; going on without a data partition", err)
 	}
-	b.hasData = true
-	var errs []error
+	full := room(dataDir)
 	for _, dir := range []string{ownDir, stateDir} {
 		if err := os.MkdirAll(dir, 0o700); err != nil {
-			errs = append(errs, fmt.Errorf("make %s: %w", dir, err))
+			return errors.Join(full, fmt.Errorf("make %s: %w; going on without a data partition", dir, err))
 		}
 	}
-	if err := b.stirEntropy(); err != nil {
-		errs = append(errs, err)
+	b.hasData = true
+	// On a full partition the rest fails for that one reason, which is said once.
+	if err := b.stirEntropy(); err != nil && full == nil {
+		return err
 	}
-	if free, total, err := data.Space(dataDir); err != nil {
-		errs = append(errs, err)
-	} else if free < total/50 {
-		errs = append(errs, fmt.Errorf("the data partition is full: %d of %d MiB are free", free>>20, total>>20))
-	}
-	return errors.Join(errs...)
+	return full
 }
 
 // stirEntropy mixes in what the last boot left and leaves something for the next.
@@ -238,52 +250,77 @@ func (b *boot) stirEntropy() error {
 
 // config reads site.toml, and goes on with the last good one where it is bad.
 func (b *boot) config() (*config.Site, error) {
-	lastGood := filepath.Join(ownDir, layout.ConfigFile)
-	raw, site, err := b.readConfig()
-	if err == nil {
-		if err := atomicfile.Write(sitePath, raw, 0o600); err != nil {
-			return site, err
-		}
-		if !b.hasData {
-			return site, nil
-		}
-		if old, err := os.ReadFile(lastGood); err == nil && string(old) == string(raw) {
-			return site, nil
-		}
-		return site, atomicfile.Write(lastGood, raw, 0o600)
-	}
+	raw, err := b.readConfig()
+	kept := ""
 	if b.hasData {
-		if raw, rerr := os.ReadFile(lastGood); rerr == nil {
-			if site, perr := config.ParseSite(layout.ConfigFile, raw); perr == nil {
-				return site, errors.Join(fmt.Errorf("%w; going on with the last good configuration", err), atomicfile.Write(sitePath, raw, 0o600))
-			}
-		}
+		kept = filepath.Join(ownDir, layout.ConfigFile)
 	}
-	return &config.Site{}, errors.Join(fmt.Errorf("%w; going on with the defaults", err), atomicfile.Write(sitePath, nil, 0o600))
+	use, site, err := choose(raw, err, kept)
+	return site, errors.Join(err, atomicfile.Write(sitePath, use, 0o600))
 }
 
-func (b *boot) readConfig() ([]byte, *config.Site, error) {
-	if !b.hasDisk {
-		return nil, nil, errors.New("no disk to read site.toml from")
+// choose gives the configuration to go on with: raw, unless it was not read
+// (rerr) or is bad; then the one kept in the file at kept; then none. It keeps a good one
+// there. kept is empty where nothing can be kept.
+func choose(raw []byte, rerr error, kept string) (use []byte, site *config.Site, err error) {
+	var last []byte
+	if kept != "" {
+		last, _ = os.ReadFile(kept) // there is none at the first start
 	}
-	n := b.disk.Table.Find(layout.TypeBasic, layout.ConfigName)
-	if n == 0 {
-		return nil, nil, fmt.Errorf("disk %s has no partition %q", b.disk.Name, layout.ConfigName)
+	if err = rerr; err == nil {
+		if site, err = config.ParseSite(layout.ConfigFile, raw); err == nil {
+			if kept == "" || bytes.Equal(raw, last) {
+				return raw, site, nil
+			}
+			err = atomicfile.Write(kept, raw, 0o600)
+			if errors.Is(err, unix.ENOSPC) {
+				err = nil // the data partition's own line says it
+			}
+			return raw, site, err
+		}
+	}
+	if len(last) > 0 {
+		if site, perr := config.ParseSite(layout.ConfigFile, last); perr == nil {
+			return last, site, fmt.Errorf("%w; going on with the last good configuration", err)
+		}
+	}
+	return nil, &config.Site{}, fmt.Errorf("%w; going on with the defaults, and without a join string", err)
+}
+
+// mend says where the configuration belongs, for the person at the console.
+const mend = "put it on the partition " + layout.ConfigLabel + " of this box's disk, on any computer, and start the box again"
+
+// readConfig reads site.toml from its partition.
+func (b *boot) readConfig() ([]byte, error) {
+	if !b.hasDisk {
+		return nil, errors.New("no disk to read site.toml from")
+	}
+	p, ok := b.disk.Table.Find(layout.TypeBasic, layout.ConfigName)
+	if !ok {
+		return nil, fmt.Errorf("disk %s has no partition %q", b.disk.Name, layout.ConfigName)
 	}
 	if err := os.MkdirAll(configDir, 0o700); err != nil {
-		return nil, nil, fmt.Errorf("make %s: %w", configDir, err)
+		return nil, fmt.Errorf("make %s: %w", configDir, err)
 	}
-	dev := b.disk.Partition(n)
+	dev := b.disk.Partition(p.Number)
 	err := unix.Mount(dev, configDir, "vfat", unix.MS_RDONLY|unix.MS_NOSUID|unix.MS_NODEV|unix.MS_NOEXEC, "umask=0077")
 	if err != nil && !errors.Is(err, unix.EBUSY) {
-		return nil, nil, fmt.Errorf("mount %s: %w", dev, err)
+		return nil, fmt.Errorf("partition %s (%s) cannot be read (%w): format it as FAT and put %s on it", layout.ConfigLabel, dev, err, layout.ConfigFile)
 	}
-	raw, err := os.ReadFile(filepath.Join(configDir, layout.ConfigFile))
+	f, err := os.Open(filepath.Join(configDir, layout.ConfigFile))
+	if errors.Is(err, os.ErrNotExist) {
+		return nil, fmt.Errorf("%s is missing: %s", layout.ConfigFile, mend)
+	}
 	if err != nil {
-		return nil, nil, fmt.Errorf("read %s: %w", layout.ConfigFile, err)
+		return nil, fmt.Errorf("read %s: %w", layout.ConfigFile, err)
 	}
-	site, err := config.ParseSite(layout.ConfigFile, raw)
-	return raw, site, err
+	defer f.Close()
+	// One byte over the limit has the parser refuse it.
+	raw, err := io.ReadAll(io.LimitReader(f, config.MaxBytes+1))
+	if err != nil {
+		return nil, fmt.Errorf("read %s: %w", layout.ConfigFile, err)
+	}
+	return raw, nil
 }
 
 // seed applies what the deployment left on the disk.
@@ -330,14 +367,20 @@ func (b *boot) network(ctx context.Context, services *sync.WaitGroup, site *conf
 	s := b.service("network", []string{"/bin/bc-net", string(b.role)})
 	services.Go(func() { b.guard(ctx, "network", func() { s.Run(ctx, b.children) }) })
 	deadline := time.Now().Add(networkWait)
+	var state network.State
 	for time.Now().Before(deadline) && ctx.Err() == nil {
-		var state network.State
 		if data, err := os.ReadFile(networkPath); err == nil && json.Unmarshal(data, &state) == nil && state.Uplink != "" {
-			return nil
+			break
 		}
 		sleep(ctx, 100*time.Millisecond)
 	}
-	return fmt.Errorf("no way out after %s; going on, and still trying", networkWait)
+	for _, m := range state.Missing {
+		b.note("network", m) // bc-net has said it
+	}
+	if state.Uplink == "" {
+		return fmt.Errorf("no way out after %s; going on, and still trying", networkWait)
+	}
+	return nil
 }
 
 // bcd starts the agent and says ready when it runs.
@@ -372,7 +415,7 @@ func (b *boot) setReady(ready bool) {
 
 func (b *boot) service(name string, argv []string) supervise.Service {
 	return supervise.Service{
-		Name: name, Argv: argv, Console: b.console, Say: b.say,
+		Name: name, Argv: argv, Console: b.console, Say: b.say, Failed: func(reason string) { b.note(name, reason) },
 		Backoff: backoff.Policy{Min: time.Second, Max: time.Minute}, Steady: time.Minute, Grace: 10 * time.Second,
 	}
 }
@@ -380,11 +423,7 @@ func (b *boot) service(name string, argv []string) supervise.Service {
 // rescue gives a shell on every console, and nothing else.
 func (b *boot) rescue(ctx context.Context) {
 	var wg sync.WaitGroup
-	defer wg.Wait()
-	for _, name := range words("/sys/class/tty/console/active") {
-		if name == "tty0" {
-			name = "tty1"
-		}
+	for _, name := range console.Names(readTrim("/sys/class/tty/console/active")) {
 		tty, err := os.OpenFile("/dev/"+name, os.O_RDWR|unix.O_NOCTTY, 0)
 		if err != nil {
 			b.problem("rescue", fmt.Errorf("open console: %w", err))
@@ -394,9 +433,11 @@ func (b *boot) rescue(ctx context.Context) {
 		s.Terminal = tty
 		s.Attr = &syscall.SysProcAttr{Setsid: true, Setctty: true, Ctty: 0}
 		s.Grace = time.Second
-		wg.Go(func() { defer tty.Close(); s.Run(ctx, b.children) })
+		defer tty.Close()
+		wg.Go(func() { b.guard(ctx, "rescue", func() { s.Run(ctx, b.children) }) })
 	}
 	b.say("rescue: shell on the consoles; nothing else is started")
+	wg.Wait() // before the consoles are closed
 }
 
 // shutdown ends every process, makes the disks whole, and goes.

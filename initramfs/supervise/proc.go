@@ -13,36 +13,39 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/better-compute/site-appliance/initramfs/survive"
 )
 
 // Children starts processes and waits for all children of this process, its
 // own and those that were left to it. os/exec cannot do both: the two waits
 // would take each other's children.
 type Children struct {
+	say  func(format string, args ...any)
 	mu   sync.Mutex
 	wait map[int]chan syscall.WaitStatus
 }
 
-// Reap begins; it ends with ctx.
-func Reap(ctx context.Context) *Children {
-	c := &Children{wait: map[int]chan syscall.WaitStatus{}}
+// Reap begins; it ends with ctx. say hears of panics.
+func Reap(ctx context.Context, say func(format string, args ...any)) *Children {
+	c := &Children{say: say, wait: map[int]chan syscall.WaitStatus{}}
 	sig := make(chan os.Signal, 1)
 	signal.Notify(sig, unix.SIGCHLD)
-	go func() {
-		defer signal.Stop(sig)
+	survive.Go(ctx, "reaper", say, func() {
 		// A signal can stand for several children and can be lost while one waits.
 		tick := time.NewTicker(time.Second)
 		defer tick.Stop()
 		for {
 			select {
 			case <-ctx.Done():
+				signal.Stop(sig)
 				return
 			case <-sig:
 			case <-tick.C:
 			}
 			c.collect()
 		}
-	}()
+	})
 	return c
 }
 
@@ -68,8 +71,9 @@ func (c *Children) collect() {
 
 // Process is one that Start started.
 type Process struct {
-	Pid  int
-	done chan syscall.WaitStatus
+	Pid      int
+	children *Children
+	done     chan syscall.WaitStatus
 }
 
 // Start runs a program by absolute path with a fixed environment. Its standard
@@ -97,7 +101,7 @@ func (c *Children) Start(argv []string, out *os.File, attr *syscall.SysProcAttr,
 	if err != nil {
 		return nil, fmt.Errorf("start %s: %w", argv[0], err)
 	}
-	p := &Process{Pid: pid, done: make(chan syscall.WaitStatus, 1)}
+	p := &Process{Pid: pid, children: c, done: make(chan syscall.WaitStatus, 1)}
 	c.wait[pid] = p.done
 	return p, nil
 }
@@ -105,15 +109,25 @@ func (c *Children) Start(argv []string, out *os.File, attr *syscall.SysProcAttr,
 // Done gives the status once.
 func (p *Process) Done() <-chan syscall.WaitStatus { return p.done }
 
+// signal sends sig, unless the process was waited for: then its number may be
+// another's by now.
+func (p *Process) signal(sig syscall.Signal) {
+	p.children.mu.Lock()
+	defer p.children.mu.Unlock()
+	if p.children.wait[p.Pid] == p.done {
+		syscall.Kill(p.Pid, sig)
+	}
+}
+
 // Stop asks the process to end, waits, and kills what did not.
 func (p *Process) Stop(grace time.Duration) {
-	syscall.Kill(p.Pid, syscall.SIGTERM)
+	p.signal(syscall.SIGTERM)
 	timer := time.NewTimer(grace)
 	defer timer.Stop()
 	select {
 	case <-p.done:
 	case <-timer.C:
-		syscall.Kill(p.Pid, syscall.SIGKILL)
+		p.signal(syscall.SIGKILL)
 		<-p.done
 	}
 }
@@ -134,24 +148,23 @@ func (c *Children) Run(ctx context.Context, argv ...string) (int, string, error)
 	if err != nil {
 		return 0, "", err
 	}
-	text := make(chan string, 1)
-	go func() {
-		b, _ := io.ReadAll(io.LimitReader(r, outputLimit))
+	var text []byte
+	read := survive.Go(ctx, argv[0], c.say, func() {
+		text, _ = io.ReadAll(io.LimitReader(r, outputLimit))
 		io.Copy(io.Discard, r)
-		text <- string(b)
-	}()
+	})
 	var status syscall.WaitStatus
 	select {
 	case status = <-p.done:
 	case <-ctx.Done():
-		syscall.Kill(p.Pid, syscall.SIGKILL)
+		p.signal(syscall.SIGKILL)
 		<-p.done
 		r.Close()
-		<-text
+		<-read
 		return 0, "", fmt.Errorf("run %s: %w", argv[0], ctx.Err())
 	}
-	out := <-text
-	return code(status), out, nil
+	<-read
+	return code(status), string(text), nil
 }
 
 func code(s syscall.WaitStatus) int {

@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/better-compute/site-appliance/appliance/base/backoff"
+	"github.com/better-compute/site-appliance/initramfs/survive"
 )
 
 // Service is a program that is to run for ever.
@@ -24,6 +25,8 @@ type Service struct {
 	Say func(format string, args ...any)
 	// Started is called after each successful start.
 	Started func()
+	// Failed is told why a run ended or could not begin; nil: nobody is.
+	Failed func(reason string)
 	// Backoff spaces restarts. A run of Steady or longer starts it anew.
 	Backoff backoff.Policy
 	Steady  time.Duration
@@ -52,8 +55,10 @@ func (s Service) Run(ctx context.Context, children *Children) {
 		wait := s.Backoff.Delay(fails).Round(100 * time.Millisecond)
 		if err != nil {
 			s.Say("%s: failed: %v; next start in about %s", s.Name, err, wait)
+			s.failed(err.Error())
 		} else {
 			s.Say("%s: failed: ended with %s after %s; next start in about %s", s.Name, Describe(status), ran.Round(100*time.Millisecond), wait)
+			s.failed("ended with " + Describe(status))
 		}
 		if s.Backoff.Wait(ctx, fails, nil) != nil {
 			return
@@ -62,8 +67,14 @@ func (s Service) Run(ctx context.Context, children *Children) {
 	}
 }
 
+func (s Service) failed(reason string) {
+	if s.Failed != nil {
+		s.Failed(reason)
+	}
+}
+
 func (s Service) once(ctx context.Context, children *Children) (syscall.WaitStatus, error) {
-	var copied chan struct{}
+	var copied <-chan struct{}
 	var p *Process
 	var err error
 	var r *os.File
@@ -85,11 +96,13 @@ func (s Service) once(ctx context.Context, children *Children) (syscall.WaitStat
 		return 0, err
 	}
 	if r != nil {
-		copied = make(chan struct{})
-		go func() { defer close(copied); forward(s.Console, r) }()
+		copied = survive.Go(ctx, s.Name, s.Say, func() { forward(s.Console, r) })
 	}
 	if s.Started != nil {
-		s.Started()
+		// A panic out of here would leave the process behind, and start a second one.
+		if err := survive.Once(s.Started); err != nil {
+			s.Say("%s: %v", s.Name, err)
+		}
 	}
 	var status syscall.WaitStatus
 	select {

@@ -73,6 +73,9 @@ func (l *lines) count(part string) int {
 	return n
 }
 
+// quiet is for panics that do not come.
+func quiet(string, ...any) {}
+
 func until(what string, ok func() bool) error {
 	for range 500 {
 		if ok() {
@@ -83,11 +86,15 @@ func until(what string, ok func() bool) error {
 	return fmt.Errorf("%s did not come about", what)
 }
 
+type writer func([]byte)
+
+func (w writer) Write(b []byte) (int, error) { w(b); return len(b), nil }
+
 var cases = map[string]func() error{
 	"run": func() error {
 		ctx, cancel := context.WithCancel(context.Background())
 		defer cancel()
-		c := Reap(ctx)
+		c := Reap(ctx, quiet)
 		code, out, err := c.Run(ctx, "/bin/sh", "-c", "echo hello; exit 3")
 		if err != nil || code != 3 || out != "hello\n" {
 			return fmt.Errorf("Run = %d, %q, %v", code, out, err)
@@ -108,7 +115,7 @@ var cases = map[string]func() error{
 	"orphans are reaped": func() error {
 		ctx, cancel := context.WithCancel(context.Background())
 		defer cancel()
-		c := Reap(ctx)
+		c := Reap(ctx, quiet)
 		_, out, err := c.Run(ctx, "/bin/sh", "-c", "sleep 0.1 >/dev/null 2>&1 & echo $!")
 		if err != nil {
 			return err
@@ -121,7 +128,7 @@ var cases = map[string]func() error{
 	"a service that ends is started again": func() error {
 		ctx, cancel := context.WithCancel(context.Background())
 		defer cancel()
-		c := Reap(ctx)
+		c := Reap(ctx, quiet)
 		var l lines
 		done := make(chan struct{})
 		go func() {
@@ -149,13 +156,50 @@ var cases = map[string]func() error{
 		ctx, cancel := context.WithCancel(context.Background())
 		defer cancel()
 		var l lines
-		go Service{Name: "bcd", Argv: []string{"/bin/none"}, Console: &l, Say: l.say, Backoff: backoff.Policy{Min: time.Millisecond, Max: time.Millisecond}}.Run(ctx, Reap(ctx))
+		go Service{Name: "bcd", Argv: []string{"/bin/none"}, Console: &l, Say: l.say, Backoff: backoff.Policy{Min: time.Millisecond, Max: time.Millisecond}}.Run(ctx, Reap(ctx, quiet))
 		return until("repeats", func() bool { return l.count("no such file") > 2 })
+	},
+	"panics of what it calls end nothing": func() error {
+		ctx, cancel := context.WithCancel(context.Background())
+		defer cancel()
+		c := Reap(ctx, quiet)
+		var l lines
+		var mu sync.Mutex
+		var reasons []string
+		written := 0
+		go Service{Name: "bcd", Argv: []string{"/bin/sh", "-c", "echo one; sleep 1.2; echo two; exit 3"}, Say: l.say, Grace: time.Second,
+			Backoff: backoff.Policy{Min: time.Millisecond, Max: time.Millisecond},
+			Console: writer(func(b []byte) {
+				mu.Lock()
+				written++
+				first := written == 1
+				mu.Unlock()
+				if first {
+					panic("console")
+				}
+				l.Write(b)
+			}),
+			Started: func() { panic("started") },
+			Failed: func(reason string) {
+				mu.Lock()
+				defer mu.Unlock()
+				reasons = append(reasons, reason)
+			},
+		}.Run(ctx, c)
+		if err := until("a second start", func() bool { return l.count("bcd: panic: started") >= 2 }); err != nil {
+			return fmt.Errorf("%w: %q", err, l.text)
+		}
+		mu.Lock()
+		defer mu.Unlock()
+		if l.count("bcd: panic: console") != 1 || l.count("two") == 0 || len(reasons) == 0 || reasons[0] != "ended with exit code 3" {
+			return fmt.Errorf("said %q, reasons %q", l.text, reasons)
+		}
+		return nil
 	},
 	"stop is polite, then not": func() error {
 		ctx, cancel := context.WithCancel(context.Background())
 		defer cancel()
-		c := Reap(ctx)
+		c := Reap(ctx, quiet)
 		var l lines
 		inner, stop := context.WithCancel(ctx)
 		defer stop()
@@ -178,7 +222,7 @@ var cases = map[string]func() error{
 		ctx, cancel := context.WithCancel(context.Background())
 		defer cancel()
 		var l lines
-		go Service{Name: "x", Argv: []string{"/bin/sh", "-c", "head -c 100000 /dev/zero | tr '\\0' x; echo; echo after; sleep 9"}, Console: &l, Say: l.say, Steady: time.Minute}.Run(ctx, Reap(ctx))
+		go Service{Name: "x", Argv: []string{"/bin/sh", "-c", "head -c 100000 /dev/zero | tr '\\0' x; echo; echo after; sleep 9"}, Console: &l, Say: l.say, Steady: time.Minute}.Run(ctx, Reap(ctx, quiet))
 		if err := until("the line after", func() bool { return l.count("after") == 1 }); err != nil {
 			return err
 		}

@@ -64,7 +64,7 @@ var rules = map[string][]string{
 	"image":                 {},
 	"plugins":               {},
 	"board":                 {},
-	"initramfs":             {"appliance/site/config", "board", "image/layout"},
+	"initramfs":             {"appliance/site/config", "board", "image/gpt", "image/layout"},
 	"appliance/site/config": {},
 	"appliance/site":        {"appliance/agent", "appliance/artifact", "pxe", "bmc", "plugins", "image"},
 	"appliance/ramdisk":     {"appliance/agent", "image", "plugins/driver", "plugins/metal", "appliance/site/config"},
@@ -78,7 +78,7 @@ var rules = map[string][]string{
 }
 
 // testExtra is what tests may import beside that.
-var testExtra = []string{"bmc/bmctest", "image/qemutest", "scripts/lab"}
+var testExtra = []string{"appliance/site/netnstest", "bmc/bmctest", "image/qemutest", "scripts/lab"}
 
 func TestDirections(t *testing.T) {
 	for _, p := range list(t, "./...") {

@@ -4,6 +4,8 @@ package main
 
 import (
 	"context"
+	"errors"
+	"flag"
 	"fmt"
 	"log/slog"
 	"os"
@@ -56,7 +58,10 @@ func run(ctx context.Context, args []string, log *slog.Logger) error {
 		"site": runSite, "ramdisk": runRamdisk, "node": runNode,
 	}
 	if role, ok := roles[args[0]]; ok {
-		return role(ctx, args[1:], log.With("role", args[0]))
+		if err := role(ctx, args[1:], log.With("role", args[0])); !errors.Is(err, flag.ErrHelp) {
+			return err
+		}
+		return nil
 	}
 	switch args[0] {
 	case "version":

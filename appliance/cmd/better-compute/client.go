@@ -201,17 +201,14 @@ func (e *callError) Unwrap() error { return e.wire }
 // with those that every call of the API has.
 type flags struct {
 	*flag.FlagSet
-	usage, client, tenant string
-	json                  bool
+	std                          stdio
+	usage, about, client, tenant string
+	json                         bool
 }
 
 func newFlags(usage string, std stdio) *flags {
-	f := &flags{FlagSet: flag.NewFlagSet(usage, flag.ContinueOnError), usage: usage}
-	f.SetOutput(std.err)
-	f.Usage = func() {
-		fmt.Fprintf(std.err, "usage: better-compute %s\n", usage)
-		f.PrintDefaults()
-	}
+	f := &flags{FlagSet: flag.NewFlagSet(usage, flag.ContinueOnError), usage: usage, std: std}
+	f.SetOutput(io.Discard) // parse says what is to be said
 	return f
 }
 
@@ -224,12 +221,26 @@ func newCall(usage string, std stdio) *flags {
 	return f
 }
 
-// parse wants low to high arguments.
+// help prints what the command does and every option.
+func (f *flags) help() {
+	fmt.Fprintf(f.std.out, "usage: better-compute %s\n", f.usage)
+	if f.about != "" {
+		fmt.Fprintf(f.std.out, "\n%s\n\n", f.about)
+	}
+	f.SetOutput(f.std.out)
+	f.PrintDefaults()
+}
+
+// parse wants low to high arguments. Its error is flag.ErrHelp where help was
+// asked for and printed.
 func (f *flags) parse(args []string, low, high int) ([]string, error) {
 	var out []string
 	for {
-		if err := f.Parse(args); err != nil {
+		if err := f.Parse(args); errors.Is(err, flag.ErrHelp) {
+			f.help()
 			return nil, err
+		} else if err != nil {
+			return nil, fmt.Errorf("%w; usage: better-compute %s", err, f.usage)
 		}
 		rest := f.Args()
 		if len(rest) == 0 {

@@ -3,7 +3,6 @@ package main
 import (
 	"context"
 	"errors"
-	"flag"
 	"fmt"
 	"io"
 	"log/slog"
@@ -33,41 +32,16 @@ func runImage(ctx context.Context, args []string, std stdio) error {
 	}, args, std)
 }
 
-// imageFlags makes a subcommand's flags with its usage.
-func imageFlags(std stdio, name, usage, about string) *flag.FlagSet {
-	f := flag.NewFlagSet("image "+name, flag.ContinueOnError)
-	f.SetOutput(std.err)
-	f.Usage = func() {
-		fmt.Fprintf(std.err, "usage: better-compute image %s %s\n\n%s\n\n", name, usage, about)
-		f.PrintDefaults()
-	}
-	return f
-}
-
-// parseImageFlags reports done where help was asked for.
-func parseImageFlags(f *flag.FlagSet, args []string, want int) (done bool, err error) {
-	if err := f.Parse(args); err != nil {
-		if errors.Is(err, flag.ErrHelp) {
-			return true, nil
-		}
-		return false, err
-	}
-	if f.NArg() != want {
-		f.Usage()
-		return false, fmt.Errorf("%s: %d arguments, want %d", f.Name(), f.NArg(), want)
-	}
-	return false, nil
-}
-
 func runImageBuild(ctx context.Context, args []string, std stdio) error {
-	f := imageFlags(std, "build", "[flags]", "Builds a board's images from the checkout around the current folder.")
+	f := newFlags("image build", std)
+	f.about = "Builds a board's images from the checkout around the current folder."
 	boardName := f.String("board", "qemu-amd64", "a folder of board/")
 	imageVersion := f.String("version", version, "version of the image")
 	out := f.String("out", "", "where the files go (default out/BOARD in the checkout)")
 	cache := f.String("cache", "", "where packages are kept between builds (default the user's cache folder)")
 	release := f.Bool("release", false, "leave the rescue entry out")
 	lock := f.Bool("lock", false, "write the packages used into the board's lock file")
-	if done, err := parseImageFlags(f, args, 0); done || err != nil {
+	if _, err := f.parse(args, 0, 0); err != nil {
 		return err
 	}
 	root, err := checkout()
@@ -141,18 +115,18 @@ func sourceTime(ctx context.Context, root string) (time.Time, error) {
 }
 
 func runImageCustomize(_ context.Context, args []string, std stdio) error {
-	f := imageFlags(std, "customize", "[flags] IMG COPY", "Copies the box image IMG to the file COPY and writes its site.toml. The join string is\nread from a file or from standard input, never from the command line.")
+	f := newFlags("image customize IMG COPY", std)
+	f.about = "Copies the box image IMG to the file COPY and writes its site.toml. The join string is\nread from a file or from standard input, never from the command line."
 	joinFile := f.String("join-file", "", `file with the join string, "-" for standard input`)
 	configFile := f.String("config", "", "a site.toml to put in; the join string is added to it")
-	if done, err := parseImageFlags(f, args, 2); done || err != nil {
+	rest, err := f.parse(args, 2, 2)
+	if err != nil {
 		return err
 	}
 	if *joinFile == "" && *configFile == "" {
-		f.Usage()
 		return errors.New("image customize: give --join-file, --config or both")
 	}
 	var base []byte
-	var err error
 	if *configFile != "" {
 		if base, err = os.ReadFile(*configFile); err != nil {
 			return fmt.Errorf("read configuration: %w", err)
@@ -185,23 +159,25 @@ func runImageCustomize(_ context.Context, args []string, std stdio) error {
 	if _, err := config.ParseSite(name, text); err != nil {
 		return fmt.Errorf("image customize: %w", err)
 	}
-	if err := customize.Image(f.Arg(0), f.Arg(1), text, time.Now()); err != nil {
+	if err := customize.Image(rest[0], rest[1], text, time.Now()); err != nil {
 		return fmt.Errorf("image customize: %w", err)
 	}
-	fmt.Fprintf(std.err, "%s is %s with its own %s; it holds a secret: keep it private\n", f.Arg(1), f.Arg(0), layout.ConfigFile)
+	fmt.Fprintf(std.err, "%s is %s with its own %s; it holds a secret: keep it private\n", rest[1], rest[0], layout.ConfigFile)
 	return nil
 }
 
 func runImageVerify(_ context.Context, args []string, std stdio) error {
-	f := imageFlags(std, "verify", "DIR", "Compares the files of a build in DIR with the manifest.json there.")
-	if done, err := parseImageFlags(f, args, 1); done || err != nil {
-		return err
-	}
-	m, err := manifest.Load(filepath.Join(f.Arg(0), builder.ManifestFile))
+	f := newFlags("image verify DIR", std)
+	f.about = "Compares the files of a build in DIR with the manifest.json there."
+	rest, err := f.parse(args, 1, 1)
 	if err != nil {
 		return err
 	}
-	if err := m.Verify(f.Arg(0)); err != nil {
+	m, err := manifest.Load(filepath.Join(rest[0], builder.ManifestFile))
+	if err != nil {
+		return err
+	}
+	if err := m.Verify(rest[0]); err != nil {
 		return fmt.Errorf("image verify: %w", err)
 	}
 	for _, file := range m.Files {
@@ -211,21 +187,23 @@ func runImageVerify(_ context.Context, args []string, std stdio) error {
 }
 
 func runImageFlash(ctx context.Context, args []string, std stdio) error {
-	f := imageFlags(std, "flash", "[flags] IMG DISK", "Writes IMG to DISK, a device or a file, and reads it back. DISK must not be in use; one that is\nnot removable has to be confirmed by its serial number.")
+	f := newFlags("image flash IMG DISK", std)
+	f.about = "Writes IMG to DISK, a device or a file, and reads it back. DISK must not be in use; one that is\nnot removable has to be confirmed by its serial number."
 	yes := f.String("yes-erase", "", "serial number of the disk to erase")
-	if done, err := parseImageFlags(f, args, 2); done || err != nil {
+	rest, err := f.parse(args, 2, 2)
+	if err != nil {
 		return err
 	}
-	image, err := os.Open(f.Arg(0))
+	image, err := os.Open(rest[0])
 	if err != nil {
 		return fmt.Errorf("open image: %w", err)
 	}
 	defer image.Close()
 	st, err := image.Stat()
 	if err != nil || !st.Mode().IsRegular() {
-		return fmt.Errorf("%s is not an image file", f.Arg(0))
+		return fmt.Errorf("%s is not an image file", rest[0])
 	}
-	target, err := flash.Describe(f.Arg(1), "/sys", "/proc/self/mountinfo", "/proc/swaps")
+	target, err := flash.Describe(rest[1], "/sys", "/proc/self/mountinfo", "/proc/swaps")
 	if err != nil {
 		return fmt.Errorf("image flash: %w", err)
 	}
@@ -243,6 +221,6 @@ func runImageFlash(ctx context.Context, args []string, std stdio) error {
 	if err != nil {
 		return fmt.Errorf("image flash: %w", err)
 	}
-	fmt.Fprintf(std.out, "%s holds %s, and was read back\n", f.Arg(1), f.Arg(0))
+	fmt.Fprintf(std.out, "%s holds %s, and was read back\n", rest[1], rest[0])
 	return nil
 }

@@ -13,7 +13,6 @@ import (
 	"github.com/better-compute/site-appliance/image/customize"
 	"github.com/better-compute/site-appliance/image/fat"
 	"github.com/better-compute/site-appliance/image/layout"
-	"github.com/better-compute/site-appliance/image/layout/gpt"
 	"github.com/better-compute/site-appliance/image/manifest"
 )
 
@@ -27,17 +26,12 @@ func boxImage(t *testing.T) string {
 	}
 	defer f.Close()
 	l := layout.Site()
-	tab, err := gpt.New(l.ID, uint64(l.Size), layout.Sector)
+	tab, err := l.Table()
 	if err != nil {
 		t.Fatal(err)
 	}
 	if err := f.Truncate(l.Size); err != nil {
 		t.Fatal(err)
-	}
-	for _, p := range l.Partitions {
-		if _, err := tab.Add(gpt.Partition{Type: p.Type, ID: p.ID, First: uint64(p.Start) / layout.Sector, Last: uint64(p.Start+p.Size)/layout.Sector - 1, Name: p.Name}); err != nil {
-			t.Fatal(err)
-		}
 	}
 	p, _ := l.Partition(layout.ConfigName)
 	if err := fat.Create(f, fat.Spec{Start: p.Start, Size: p.Size, Label: p.Label, Time: time.Unix(1e9, 0), Files: []fat.File{{Path: layout.ConfigFile, Content: []byte("#\n")}}}); err != nil {

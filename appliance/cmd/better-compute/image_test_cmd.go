@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"errors"
-	"flag"
 	"fmt"
 	"io"
 	"os"
@@ -19,29 +18,19 @@ import (
 // runImageTest boots a copy-on-write view of an image under UEFI in QEMU and
 // waits until its init is ready.
 func runImageTest(ctx context.Context, args []string, std stdio) error {
-	flags := flag.NewFlagSet("image test", flag.ContinueOnError)
-	flags.SetOutput(std.err)
-	flags.Usage = func() {
-		fmt.Fprintf(std.err, "usage: better-compute image test [flags] IMG\n\nBoots IMG in QEMU and leaves it unchanged. ACCEL=kvm uses KVM.\n\n")
-		flags.PrintDefaults()
-	}
+	flags := newFlags("image test IMG", std)
+	flags.about = "Boots IMG in QEMU and leaves it unchanged. ACCEL=kvm uses KVM."
 	marker := flags.String("marker", "bc-init: ready", "what the serial line must say")
 	quiet := flags.Duration("quiet", 60*time.Second, fmt.Sprintf("time on a quiet machine; %d times that is given", qemutest.Slack))
 	memory := flags.Int("memory", 1024, "memory in MiB")
 	size := flags.Int64("size", 4096, "the disk's size in MiB, so that a data partition has room")
 	verbose := flags.Bool("verbose", false, "show the whole serial line")
 	keep := flags.String("keep", "", "a folder for serial.log, which is thrown away otherwise")
-	if err := flags.Parse(args); err != nil {
-		if errors.Is(err, flag.ErrHelp) {
-			return nil
-		}
+	rest, err := flags.parse(args, 1, 1)
+	if err != nil {
 		return err
 	}
-	if flags.NArg() != 1 {
-		flags.Usage()
-		return errors.New("image test: want one image")
-	}
-	img, err := os.Stat(flags.Arg(0))
+	img, err := os.Stat(rest[0])
 	if err != nil {
 		return fmt.Errorf("image test: %w", err)
 	}
@@ -58,12 +47,12 @@ func runImageTest(ctx context.Context, args []string, std stdio) error {
 		logs = *keep
 	}
 	disk := filepath.Join(dir, "disk.qcow2")
-	if err := qemutest.Overlay(ctx, disk, flags.Arg(0), max(*size<<20, img.Size())); err != nil {
+	if err := qemutest.Overlay(ctx, disk, rest[0], max(*size<<20, img.Size())); err != nil {
 		return fmt.Errorf("image test: %w", err)
 	}
 	console := &stepWriter{out: std.out, all: *verbose, start: time.Now()}
 	vm, err := qemutest.Start(ctx, qemutest.Config{
-		Name: filepath.Base(flags.Arg(0)), Dir: logs, UEFI: true, Vars: filepath.Join(dir, "vars.fd"), MemoryMiB: *memory,
+		Name: filepath.Base(rest[0]), Dir: logs, UEFI: true, Vars: filepath.Join(dir, "vars.fd"), MemoryMiB: *memory,
 		Disks:    []qemutest.Disk{{Path: disk, Format: "qcow2", Serial: "IMAGETEST", BootIndex: 1}},
 		NICs:     []qemutest.NIC{{Netdev: "user", MAC: "52:54:00:1a:9e:01", ROM: "none"}},
 		Watchdog: true, VGA: true, Console: console,
@@ -76,7 +65,7 @@ func runImageTest(ctx context.Context, args []string, std stdio) error {
 	if err := errors.Join(waited, vm.Close()); err != nil {
 		return fmt.Errorf("image test: %w", err)
 	}
-	fmt.Fprintf(std.out, "%s: %q after %.1f s\n", flags.Arg(0), *marker, took.Seconds())
+	fmt.Fprintf(std.out, "%s: %q after %.1f s\n", rest[0], *marker, took.Seconds())
 	return nil
 }
 

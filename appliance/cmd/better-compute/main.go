@@ -4,6 +4,8 @@ package main
 
 import (
 	"context"
+	"errors"
+	"flag"
 	"fmt"
 	"io"
 	"os"
@@ -45,7 +47,10 @@ func commands() []command {
 	}
 }
 
-func runVersion(_ context.Context, _ []string, std stdio) error {
+func runVersion(_ context.Context, args []string, std stdio) error {
+	if _, err := newFlags("version", std).parse(args, 0, 0); err != nil {
+		return err
+	}
 	_, err := fmt.Fprintf(std.out, "%s (built at %s)\n", version, buildTime)
 	return err
 }
@@ -65,7 +70,10 @@ func dispatch(ctx context.Context, prefix string, table []command, args []string
 	if len(args) > 0 {
 		for _, c := range table {
 			if c.name == args[0] {
-				return c.run(ctx, args[1:], std)
+				if err := c.run(ctx, args[1:], std); !errors.Is(err, flag.ErrHelp) {
+					return err
+				}
+				return nil
 			}
 		}
 	}

@@ -98,6 +98,14 @@ type Gateway struct {
 	Via string `toml:"via"`
 }
 
+// MaxBytes bounds a file, maxLine a line of it and maxDepth its nesting: what
+// a damaged file system hands over must not cost the parser minutes or its stack.
+const (
+	MaxBytes = 64 << 10
+	maxLine  = 8 << 10
+	maxDepth = 32
+)
+
 // lanes that [lanes] may name.
 var laneNames = []string{"query", "power", "provision", "proxy", "transfer", "update"}
 
@@ -141,6 +149,24 @@ func ParseNode(name string, data []byte) (*Node, error) {
 }
 
 func decode(name string, data []byte, into any) error {
+	if len(data) > MaxBytes {
+		return fmt.Errorf("%s has over %d bytes: this is no configuration", name, MaxBytes)
+	}
+	line, length, depth := 1, 0, 0
+	for _, c := range data {
+		length++
+		switch c {
+		case '\n':
+			line, length = line+1, 0
+		case '[', '{':
+			depth++
+		case ']', '}':
+			depth = max(0, depth-1)
+		}
+		if length > maxLine || depth > maxDepth {
+			return fmt.Errorf("%s:%d: a line too long, or nested too deep: this is no configuration", name, line)
+		}
+	}
 	meta, err := toml.Decode(string(data), into)
 	var perr toml.ParseError
 	if errors.As(err, &perr) {
@@ -151,7 +177,7 @@ func decode(name string, data []byte, into any) error {
 	}
 	if unknown := meta.Undecoded(); len(unknown) > 0 {
 		key := unknown[0]
-		return fmt.Errorf("%s:%d: unknown key %q", name, lineOf(string(data), key), key.String())
+		return fmt.Errorf("%s:%d: unknown key %.100q", name, lineOf(string(data), key), key.String())
 	}
 	return nil
 }

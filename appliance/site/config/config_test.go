@@ -6,6 +6,7 @@ import (
 	"path/filepath"
 	"strings"
 	"testing"
+	"unicode/utf8"
 )
 
 const good = `
@@ -63,6 +64,28 @@ func TestParseSiteErrors(t *testing.T) {
 		_, err := ParseSite("site.toml", []byte(text))
 		if err == nil || !strings.Contains(err.Error(), tt.want) {
 			t.Errorf("with %q: error %v, want it to hold %q", tt.new, err, tt.want)
+		}
+	}
+}
+
+// What a damaged or hostile file system can hand over ends in an error.
+func TestParseSiteGarbage(t *testing.T) {
+	for name, text := range map[string]string{
+		"random bytes":  "\x00\xff\xfe\x01[\x7f=",
+		"deep nesting":  "a = " + strings.Repeat("[", MaxBytes-10),
+		"deep table":    "[" + strings.Repeat("a.", MaxBytes/2-10) + "a]\n",
+		"long key":      strings.Repeat("a.", maxLine/2-10) + "a = 1\n",
+		"deep by lines": "a = " + strings.Repeat("[\n", 1000),
+		"deep inline":   "a = " + strings.Repeat("{a=", MaxBytes/3-10),
+		"too large":     strings.Repeat("#\n", MaxBytes),
+		"not a string":  "join = 7\n",
+		"binary string": "join = \"\x00\x01\"\n",
+	} {
+		_, err := ParseSite("site.toml", []byte(text))
+		if err == nil || !strings.Contains(err.Error(), "site.toml") || !utf8.ValidString(err.Error()) || strings.ContainsAny(err.Error(), "\x00\x01") {
+			t.Errorf("%s: error %v, want one that names the file and holds no control bytes", name, err)
+		} else if len(err.Error()) > 400 {
+			t.Errorf("%s: the error has %d bytes", name, len(err.Error()))
 		}
 	}
 }

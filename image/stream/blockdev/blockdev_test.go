@@ -3,9 +3,12 @@ package blockdev
 import (
 	"bytes"
 	"errors"
+	"io"
 	"os"
+	"os/exec"
 	"path/filepath"
 	"strings"
+	"sync"
 	"testing"
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
@@ -105,6 +108,27 @@ func FuzzVPD80(f *testing.F) {
 }
 
 func TestDevice(t *testing.T) {
+	t.Run("asynchronous", func(t *testing.T) { testDevice(t, func(*Device) {}) })
+	t.Run("synchronous", func(t *testing.T) {
+		testDevice(t, func(d *Device) {
+			if d.slots != nil {
+				for range slots {
+					(<-d.slots).close()
+				}
+			}
+			d.slots = nil
+		})
+	})
+	t.Run("refused by the kernel", func(t *testing.T) {
+		testDevice(t, func(d *Device) {
+			if d.slots != nil {
+				d.directFD = -1
+			}
+		})
+	})
+}
+
+func testDevice(t *testing.T, prepare func(*Device)) {
 	path := filepath.Join(t.TempDir(), "disk")
 	const size = 1<<20 + 512
 	if err := os.WriteFile(path, bytes.Repeat([]byte{0xaa}, size), 0o600); err != nil {
@@ -115,6 +139,7 @@ func TestDevice(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer d.Close()
+	prepare(d)
 	if d.Size() != size || d.SectorSize() != 512 {
 		t.Errorf("size %d, sector %d, want %d, 512", d.Size(), d.SectorSize(), size)
 	}
@@ -155,5 +180,112 @@ func TestDevice(t *testing.T) {
 	}
 	if !bytes.Equal(got[16*Align:16*Align+101], append(make([]byte, 100), 0xaa)) {
 		t.Error("Zero did not zero its bytes, or more than these")
+	}
+}
+
+// More at a time than there are slots, with errors among them.
+func TestDeviceAtOnce(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "disk")
+	const size = 256 * Align
+	if err := os.WriteFile(path, make([]byte, size), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	d, err := Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer d.Close()
+	if !d.Direct() || d.slots == nil {
+		t.Skip("the temporary folder's file system takes no direct access")
+	}
+	var all sync.WaitGroup
+	for i := range 4 * slots {
+		all.Go(func() {
+			buf, err := Buffer(4 * Align)
+			if err != nil {
+				t.Error(err)
+				return
+			}
+			defer Free(buf)
+			got := make([]byte, len(buf)+Align)
+			for round := range 20 {
+				for j := range buf {
+					buf[j] = byte(i*20 + round)
+				}
+				off := int64(i * 8 * Align)
+				if n, err := d.WriteAt(buf, off); n != len(buf) || err != nil {
+					t.Errorf("WriteAt(%d) = %d, %v", off, n, err)
+				}
+				aligned := buf[:2*Align]
+				if n, err := d.ReadAt(aligned, size-Align); n != Align || err != io.EOF {
+					t.Errorf("ReadAt(over the end) = %d, %v, want %d, %v", n, err, Align, io.EOF)
+				}
+				if n, err := d.ReadAt(got[:4*Align], off); n != 4*Align || err != nil || got[0] != byte(i*20+round) || got[4*Align-1] != got[0] {
+					t.Errorf("ReadAt(%d) = %d, %v and %d, want %d", off, n, err, got[0], byte(i*20+round))
+				}
+			}
+		})
+	}
+	all.Wait()
+	buf, err := Buffer(Align)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer Free(buf)
+	// What the kernel does not take goes another way in silence; here it does take it.
+	s := <-d.slots
+	n, err := s.do(opWrite, d.directFD, buf, 0)
+	d.slots <- s
+	if n != len(buf) || err != nil {
+		t.Errorf("do(write) = %d, %v, want %d", n, err, len(buf))
+	}
+	if n, err := d.WriteAt(buf, -Align); n != 0 || err == nil {
+		t.Errorf("WriteAt(-%d) = %d, %v, want an error", Align, n, err)
+	}
+}
+
+// A full disk is told as such, whichever way the bytes went.
+func TestDeviceFull(t *testing.T) {
+	if os.Getuid() != 0 {
+		t.Skip("needs root: mounts a small file system")
+	}
+	dir := t.TempDir()
+	image := filepath.Join(dir, "ext4.img")
+	if err := os.WriteFile(image, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Truncate(image, 8<<20); err != nil {
+		t.Fatal(err)
+	}
+	if out, err := exec.Command("/usr/sbin/mke2fs", "-q", "-t", "ext4", image).CombinedOutput(); err != nil {
+		t.Skipf("needs mke2fs: %v %s", err, out)
+	}
+	at := filepath.Join(dir, "mnt")
+	if err := os.Mkdir(at, 0o700); err != nil {
+		t.Fatal(err)
+	}
+	if out, err := exec.Command("/usr/bin/mount", "-o", "loop", image, at).CombinedOutput(); err != nil {
+		t.Skipf("needs loop devices: mount: %s", out)
+	}
+	defer exec.Command("/usr/bin/umount", at).Run()
+	path := filepath.Join(at, "disk")
+	if err := os.WriteFile(path, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.Truncate(path, 64<<20); err != nil {
+		t.Fatal(err)
+	}
+	d, err := Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer d.Close()
+	buf, err := Buffer(16 << 20)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer Free(buf)
+	if _, err := d.WriteAt(buf, 0); errs.CodeOf(err) != errs.NoSpace {
+		t.Errorf("WriteAt(full file system) = %v, want %s", err, errs.NoSpace)
 	}
 }

@@ -25,6 +25,8 @@ type Device struct {
 	name     string
 	buffered *os.File
 	direct   *os.File // nil: not possible here
+	directFD int
+	slots    chan *slot // for direct; nil: the kernel has none
 	size     int64
 	sector   int
 	block    bool
@@ -52,6 +54,9 @@ func Open(path string) (*Device, error) {
 	}
 	if d.direct, err = os.OpenFile(path, os.O_RDWR|unix.O_DIRECT, 0); err != nil {
 		d.direct = nil // tmpfs, for one
+	} else {
+		d.directFD = int(d.direct.Fd())
+		d.slots = newSlots()
 	}
 	if err := d.measure(); err != nil {
 		d.Close()
@@ -103,11 +108,31 @@ func (d *Device) split(p []byte, off int64) int {
 	return len(p) &^ (Align - 1)
 }
 
+// transfer reads or writes all of p directly.
+func (d *Device) transfer(op uint16, p []byte, off int64) (n int, err error) {
+	if d.slots != nil {
+		s := <-d.slots
+		n, err = s.do(op, d.directFD, p, off)
+		d.slots <- s
+		if err != nil || n == len(p) {
+			return n, err
+		}
+	}
+	// What is left says by itself why it was.
+	var done int
+	if op == opWrite {
+		done, err = d.direct.WriteAt(p[n:], off+int64(n))
+	} else {
+		done, err = d.direct.ReadAt(p[n:], off+int64(n))
+	}
+	return n + done, err
+}
+
 // WriteAt is io.WriterAt.
 func (d *Device) WriteAt(p []byte, off int64) (int, error) {
 	n := d.split(p, off)
 	if n > 0 {
-		if done, err := d.direct.WriteAt(p[:n], off); err != nil {
+		if done, err := d.transfer(opWrite, p[:n], off); err != nil {
 			return done, d.wrote(off, err)
 		}
 	}
@@ -132,7 +157,7 @@ func (d *Device) wrote(off int64, err error) error {
 func (d *Device) ReadAt(p []byte, off int64) (int, error) {
 	n := d.split(p, off)
 	if n > 0 {
-		if done, err := d.direct.ReadAt(p[:n], off); err != nil {
+		if done, err := d.transfer(opRead, p[:n], off); err != nil {
 			return done, err
 		}
 	}
@@ -210,6 +235,11 @@ func (d *Device) Close() error {
 	err := d.buffered.Close()
 	if d.direct != nil {
 		err = errors.Join(err, d.direct.Close())
+	}
+	if d.slots != nil {
+		for range slots {
+			(<-d.slots).close()
+		}
 	}
 	return err
 }

@@ -3,28 +3,23 @@
 package seed
 
 import (
-	"encoding/binary"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"hash/crc32"
-	"io"
 	"os"
 	"path"
 	"regexp"
 	"strings"
 	"unicode/utf8"
 
-	"github.com/diskfs/go-diskfs/backend/file"
-	"github.com/diskfs/go-diskfs/filesystem/fat32"
 	"golang.org/x/sys/unix"
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/appliance/base/secret"
+	"github.com/better-compute/site-appliance/image/fat"
+	"github.com/better-compute/site-appliance/image/layout"
 )
-
-// Label is what NoCloud looks for, as file system label and here as partition name too.
-const Label = "CIDATA"
 
 // SizeBytes is the file system's size: the least, rounded, that holds the 65,525
 // clusters which make a FAT a FAT32 to every reader.
@@ -146,6 +141,14 @@ func Build(s Seed) ([]byte, error) {
 }
 
 func build(s Seed) (image []byte, err error) {
+	meta, err := s.metaData()
+	if err != nil {
+		return nil, err
+	}
+	user, err := s.userData()
+	if err != nil {
+		return nil, err
+	}
 	// A file in memory: what the library writes on must be one, and the seed
 	// holds a secret that no disk of ours should see.
 	fd, err := unix.MemfdCreate("seed", unix.MFD_CLOEXEC)
@@ -157,70 +160,15 @@ func build(s Seed) (image []byte, err error) {
 	if err := mem.Truncate(SizeBytes); err != nil {
 		return nil, err
 	}
-	fs, err := fat32.Create(file.New(mem, false), SizeBytes, 0, 512, Label, true)
+	err = fat.Create(mem, fat.Spec{Size: SizeBytes, Label: layout.SeedLabel, Serial: crc32.ChecksumIEEE([]byte(s.InstanceID)), Files: []fat.File{
+		{Path: "meta-data", Content: meta}, {Path: "user-data", Content: user},
+	}})
 	if err != nil {
 		return nil, err
-	}
-	meta, err := s.metaData()
-	if err != nil {
-		return nil, err
-	}
-	user, err := s.userData()
-	if err != nil {
-		return nil, err
-	}
-	for _, f := range []struct {
-		name string
-		data []byte
-	}{{"/meta-data", meta}, {"/user-data", user}} {
-		out, err := fs.OpenFile(f.name, os.O_CREATE|os.O_RDWR)
-		if err != nil {
-			return nil, err
-		}
-		if _, err := out.Write(f.data); err != nil {
-			return nil, err
-		}
-		if err := out.Close(); err != nil {
-			return nil, err
-		}
 	}
 	image = make([]byte, SizeBytes)
-	if _, err := mem.ReadAt(image, 0); err != nil && err != io.EOF {
+	if _, err := mem.ReadAt(image, 0); err != nil {
 		return nil, err
 	}
-	return image, finish(image, crc32.ChecksumIEEE([]byte(s.InstanceID)))
-}
-
-// finish sets what the library leaves out: the label and the serial number of
-// the boot sector, and the count of free clusters (FAT specification 1.03,
-// sections 3.3 and 5).
-func finish(image []byte, volume uint32) error {
-	le := binary.LittleEndian
-	reserved, fats := uint32(le.Uint16(image[14:])), uint32(image[16])
-	perCluster, fatSectors, total := uint32(image[13]), le.Uint32(image[36:]), le.Uint32(image[32:])
-	if perCluster == 0 || total <= reserved+fats*fatSectors || int(reserved+fatSectors)*512 > len(image) {
-		return errors.New("the boot sector makes no sense")
-	}
-	clusters := (total - reserved - fats*fatSectors) / perCluster
-	fat := image[reserved*512:][:fatSectors*512]
-	if clusters+2 > uint32(len(fat)/4) {
-		return errors.New("the allocation table is too short")
-	}
-	free, next := uint32(0), uint32(0)
-	for c := uint32(2); c < clusters+2; c++ {
-		if le.Uint32(fat[4*c:])&0x0fffffff == 0 {
-			free++
-			if next == 0 {
-				next = c
-			}
-		}
-	}
-	for _, boot := range []int{0, 6} { // the sector and its copy, each with its FSInfo after it
-		b := image[boot*512:]
-		le.PutUint32(b[67:], volume)
-		copy(b[71:82], fmt.Sprintf("%-11s", Label))
-		le.PutUint32(b[512+488:], free)
-		le.PutUint32(b[512+492:], next)
-	}
-	return nil
+	return image, nil
 }

@@ -15,6 +15,7 @@ import (
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/appliance/base/secret"
+	"github.com/better-compute/site-appliance/image/layout"
 )
 
 func sample() Seed {
@@ -54,8 +55,12 @@ func TestBuild(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	if got := strings.TrimSpace(fs.Label()); got != Label {
-		t.Errorf("label = %q, want %q", got, Label)
+	if got := strings.TrimSpace(fs.Label()); got != layout.SeedLabel {
+		t.Errorf("label = %q, want %q", got, layout.SeedLabel)
+	}
+	// Where a machine's init looks for it.
+	if got := string(image[71:82]); strings.TrimSpace(got) != layout.SeedLabel {
+		t.Errorf("label in the boot sector = %q, want %q", got, layout.SeedLabel)
 	}
 	meta, err := fs.ReadFile("meta-data")
 	var m map[string]string

@@ -1,0 +1,30 @@
+package main
+
+import (
+	"bytes"
+	"context"
+	"strings"
+	"testing"
+)
+
+// Help is an answer, not an error: on standard output, and with exit code 0.
+func TestHelp(t *testing.T) {
+	for _, args := range [][]string{
+		{"-h"}, {"help"}, {"gateway", "--help"}, {"gateway", "init", "-h"}, {"gateway", "serve", "-h"}, {"site", "add", "--help"},
+		{"metal", "deploy", "rack-1", "-h"}, {"secret", "put", "-h"}, {"artifact", "import", "-h"}, {"workflow", "list", "-h"},
+		{"events", "-h"}, {"image", "build", "-h"}, {"image", "flash", "-h"}, {"image", "test", "-h"}, {"version", "-h"},
+	} {
+		var out, notes bytes.Buffer
+		err := dispatch(context.Background(), "better-compute", commands(), args, stdio{strings.NewReader(""), &out, &notes})
+		if err != nil || !strings.HasPrefix(out.String(), "usage: better-compute") || notes.Len() > 0 {
+			t.Errorf("better-compute %s = %v, printed %q and %q beside it, want its usage alone", strings.Join(args, " "), err, out.String(), notes.String())
+		}
+	}
+	for _, args := range [][]string{{"image", "flash", "--nope"}, {"image", "verify"}, {"site", "add", "--nope"}, {"site", "add"}} {
+		var out, notes bytes.Buffer
+		err := dispatch(context.Background(), "better-compute", commands(), args, stdio{strings.NewReader(""), &out, &notes})
+		if err == nil || !strings.Contains(err.Error(), "usage: better-compute "+args[0]+" "+args[1]) || strings.Count(err.Error(), "\n") > 0 || out.Len() > 0 {
+			t.Errorf("better-compute %s = %v, printed %q, want an error with the usage", strings.Join(args, " "), err, out.String())
+		}
+	}
+}
