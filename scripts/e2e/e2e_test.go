@@ -17,6 +17,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"regexp"
 	"slices"
 	"strings"
 	"testing"
@@ -24,6 +25,7 @@ import (
 
 	"github.com/insomniacslk/dhcp/dhcpv4/nclient4"
 	"github.com/klauspost/compress/zstd"
+	"golang.org/x/sys/unix"
 	_ "modernc.org/sqlite"
 
 	"github.com/better-compute/site-appliance/bmc/bmctest"
@@ -339,52 +341,19 @@ func TestUnknownKey(t *testing.T) {
 	}
 }
 
-// dial tries a TCP port from a namespace.
-func (b *bench) dial(netns, addr string) error {
-	return b.InNetns(netns, func() error {
-		c, err := net.DialTimeout("tcp", addr, time.Second)
-		if err == nil {
-			c.Close()
-		}
-		return err
-	})
-}
-
 func TestNothingListensOnTheUplink(t *testing.T) {
 	b := ready(t, lab.SiteOptions{})
-	ports := []string{"22", "80", "443", "623", "7443", "8080"}
 	// What a LAN's machine reaches, so that the test can fail.
 	for _, port := range []string{"80", "7443"} {
-		if err := b.dial("bmc", lab.SiteLAN+":"+port); err != nil {
+		if err := b.Dial("bmc", lab.SiteLAN+":"+port); err != nil {
 			t.Errorf("from the LAN, port %s: %v", port, err)
 		}
 	}
 	_, err := b.Exec(b.ctx, "nb", "ip", "route", "add", "10.77.0.0/24", "via", lab.SiteUplink)
 	b.must(err)
-	type result struct{ addr, got string }
-	results := make(chan result)
-	n := 0
-	for _, host := range []string{lab.SiteUplink, lab.SiteLAN, lab.BMCAddr} {
-		for _, port := range ports {
-			n++
-			go func() {
-				err := b.dial("nb", host+":"+port)
-				var timeout net.Error
-				switch {
-				case err == nil:
-					results <- result{host + ":" + port, "connected"}
-				case errors.As(err, &timeout) && timeout.Timeout():
-					results <- result{"", ""}
-				default:
-					results <- result{host + ":" + port, err.Error()}
-				}
-			}()
-		}
-	}
-	for range n {
-		if r := <-results; r.addr != "" {
-			t.Errorf("the neighbour at %s: %s, want silence", r.addr, r.got)
-		}
+	err = b.Silent("nb", []string{lab.SiteUplink, lab.SiteLAN, lab.BMCAddr}, []string{"22", "53", "69", "80", "443", "623", "7443", "8080"})
+	if err != nil {
+		t.Error(err)
 	}
 }
 
@@ -427,7 +396,16 @@ func (b *bench) lease() {
 }
 
 // fetch gets an artifact from the box and compares it; it says how much came.
-func (b *bench) fetch(netns, sha string, want []byte) (n int64, err error) {
+func (b *bench) fetch(netns, sha string, want []byte) (int64, error) {
+	got, err := b.get(netns, "/artifacts/"+sha)
+	if err == nil && !bytes.Equal(got, want) {
+		err = errors.New("other bytes")
+	}
+	return int64(len(got)), err
+}
+
+// get reads a path from the box's HTTP server on the LAN.
+func (b *bench) get(netns, path string) (got []byte, err error) {
 	err = b.InNetns(netns, func() error {
 		var dialer net.Dialer
 		conn, err := dialer.DialContext(b.ctx, "tcp", lab.SiteLAN+":80")
@@ -439,7 +417,7 @@ func (b *bench) fetch(netns, sha string, want []byte) (n int64, err error) {
 		client := &http.Client{Timeout: time.Minute, Transport: &http.Transport{
 			DialContext: func(context.Context, string, string) (net.Conn, error) { return conn, nil }, DisableKeepAlives: true,
 		}}
-		resp, err := client.Get(fmt.Sprintf("http://%s/artifacts/%s", lab.SiteLAN, sha))
+		resp, err := client.Get("http://" + lab.SiteLAN + path)
 		if err != nil {
 			return err
 		}
@@ -447,14 +425,76 @@ func (b *bench) fetch(netns, sha string, want []byte) (n int64, err error) {
 		if resp.StatusCode != http.StatusOK {
 			return errors.New(resp.Status)
 		}
-		got, err := io.ReadAll(resp.Body)
-		n = int64(len(got))
-		if err == nil && !bytes.Equal(got, want) {
-			err = errors.New("other bytes")
-		}
+		got, err = io.ReadAll(resp.Body)
 		return err
 	})
-	return n, err
+	return got, err
+}
+
+// workflow waits until a workflow's listing holds text.
+func (b *bench) workflow(id, text string) {
+	b.t.Helper()
+	var last string
+	err := lab.Poll(b.ctx, "wait for "+text, func() (bool, error) {
+		var err error
+		last, err = b.CLI(b.ctx, nil, "workflow", "show", id)
+		return strings.Contains(last, text), err
+	})
+	if err != nil {
+		b.t.Fatalf("%v\n%s", err, last)
+	}
+}
+
+// An inspection goes on after the gateway and then the box were killed in its
+// middle, repeats nothing, and ends when the machine's ramdisk, played here by
+// the real agent in a namespace, has reported its hardware.
+func TestWorkflowSurvivesRestarts(t *testing.T) {
+	b := ready(t, lab.SiteOptions{})
+	id := b.cli("metal", "inspect", lab.MachineName)
+	b.workflow(id, "waiting for the machine's ramdisk")
+	b.Gateway.Kill()
+	b.must(b.Serve(b.ctx))
+	b.Site.Kill()
+	b.must(b.StartSite(b.ctx, "", lab.SiteOptions{}))
+	b.must(b.Site.WaitFor(b.ctx, "session is up"))
+
+	b.must(b.PlugMachine())
+	b.lease()
+	mac := strings.ReplaceAll(lab.MachineMAC, ":", "-")
+	script, err := b.get("mach", "/boot/"+mac+"/script.ipxe")
+	b.must(err)
+	match := regexp.MustCompile(`http://[^/]+(/boot/\S+/boot\.img)`).FindSubmatch(script)
+	if match == nil {
+		t.Fatalf("the script names no boot.img:\n%s", script)
+	}
+	archive, err := b.get("mach", string(match[1]))
+	b.must(err)
+	info := regexp.MustCompile(`\{"machine_id".*\}`).Find(archive)
+	if info == nil {
+		t.Fatal("boot.img holds no boot.json")
+	}
+	boot := filepath.Join(b.Dir, "boot.json")
+	b.must(os.WriteFile(boot, info, 0o600))
+	ramdisk, err := b.Spawn("mach", "ramdisk", filepath.Join(b.Out, "bin", "bcd"), "ramdisk", "--boot", boot)
+	b.must(err)
+	b.must(ramdisk.WaitFor(b.ctx, "session is up"))
+	b.workflow(id, "done  ") // of any step; the end follows
+	b.must(lab.Poll(b.ctx, "wait for the workflow's end", func() (bool, error) {
+		out, err := b.CLI(b.ctx, nil, "workflow", "list")
+		return strings.Contains(out, "done") && !strings.Contains(out, "running"), err
+	}))
+	if out := b.cli("metal", "show", lab.MachineName); !strings.Contains(out, `"source":"ramdisk"`) {
+		t.Errorf("no hardware was recorded:\n%s", out)
+	}
+	want := []string{"bootdev pxe efi once", "on pxe efi once", "off"}
+	if got := b.IPMI.Log(); !slices.Equal(got, want) {
+		t.Errorf("the BMC did %q, want each once: %q", got, want)
+	}
+
+	// The window has closed with the workflow: who read the voucher off the wire gets nothing.
+	thief, err := b.Spawn("mach", "thief", filepath.Join(b.Out, "bin", "bcd"), "ramdisk", "--boot", boot)
+	b.must(err)
+	b.must(thief.WaitFor(b.ctx, "boot window"))
 }
 
 func TestFlippedArtifactByte(t *testing.T) {
@@ -501,4 +541,46 @@ func TestFlippedArtifactByte(t *testing.T) {
 	} else if n > int64(len(zst)/2) {
 		t.Errorf("%d bytes were served, past the damaged one at %d", n, len(zst)/2)
 	}
+}
+
+// A full data partition is told in one clear line and an event; the box goes on
+// serving from the room that its journal set aside, and does each thing once.
+func TestFullDataPartition(t *testing.T) {
+	b := begin(t)
+	state := filepath.Join(b.Dir, "site", "state")
+	b.must(os.MkdirAll(state, 0o700))
+	b.must(unix.Mount("tmpfs", state, "tmpfs", 0, "size=16m"))
+	t.Cleanup(func() { _ = unix.Unmount(state, unix.MNT_DETACH) })
+	b.must(b.StartSite(b.ctx, b.join, lab.SiteOptions{}))
+	b.must(b.WaitSiteOnline(b.ctx))
+	b.must(b.EnrollMachine(b.ctx))
+	b.cli("metal", "power", lab.MachineName, "on")
+
+	filler := filepath.Join(state, "filler")
+	f, err := os.Create(filler)
+	b.must(err)
+	for size := 1 << 20; size > 0; size /= 2 {
+		for err = nil; err == nil; {
+			_, err = f.Write(make([]byte, size))
+		}
+	}
+	b.must(f.Close())
+	b.must(b.Site.WaitFor(b.ctx, "data is full"))
+	before := len(b.machine.Calls())
+	for range 10 {
+		b.cli("metal", "power", lab.MachineName, "reset")
+	}
+	if got := len(b.machine.Calls()) - before; got != 10 {
+		t.Errorf("the machine was reset %d times, want 10", got)
+	}
+	if got := b.cli("metal", "power", lab.MachineName); got != "on" {
+		t.Errorf("power = %q, want on", got)
+	}
+	b.must(lab.Poll(b.ctx, "wait for the event", func() (bool, error) {
+		out, err := b.CLI(b.ctx, nil, "events")
+		return strings.Contains(out, "data.full"), err
+	}))
+	b.must(os.Remove(filler))
+	b.must(b.Site.WaitFor(b.ctx, "data has room again"))
+	b.cli("metal", "power", lab.MachineName, "off")
 }

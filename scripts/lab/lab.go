@@ -8,9 +8,11 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/better-compute/site-appliance/bmc/bmctest"
@@ -315,6 +317,55 @@ func (l *Lab) UplinkDHCP() error {
 		"--interface=eth0", "--bind-interfaces", "--dhcp-range=10.99.0.100,10.99.0.150,1h", "--dhcp-authoritative",
 		"--dhcp-leasefile="+filepath.Join(l.Dir, "uplink.leases"), "--pid-file=", "--user=root")
 	return err
+}
+
+// BoxUplink is the address that the box got on its uplink.
+func (l *Lab) BoxUplink() (string, error) {
+	leases, err := os.ReadFile(filepath.Join(l.Dir, "uplink.leases"))
+	if err != nil {
+		return "", err
+	}
+	for line := range strings.Lines(string(leases)) {
+		if f := strings.Fields(line); len(f) > 2 && f[1] == BoxUplinkMAC {
+			return f[2], nil
+		}
+	}
+	return "", fmt.Errorf("no lease for %s", BoxUplinkMAC)
+}
+
+// Dial tries a TCP port from a namespace, for a second.
+func (l *Lab) Dial(netns, addr string) error {
+	return l.wires.do(netns, func() error {
+		c, err := net.DialTimeout("tcp", addr, time.Second)
+		if err == nil {
+			c.Close()
+		}
+		return err
+	})
+}
+
+// Silent checks that no address and port answers a namespace in any way: not
+// even with a refusal.
+func (l *Lab) Silent(netns string, hosts, ports []string) error {
+	var mu sync.Mutex
+	var wg sync.WaitGroup
+	var answers []error
+	for _, host := range hosts {
+		for _, port := range ports {
+			wg.Go(func() {
+				err := l.Dial(netns, net.JoinHostPort(host, port))
+				var timeout net.Error
+				if errors.As(err, &timeout) && timeout.Timeout() {
+					return
+				}
+				mu.Lock()
+				defer mu.Unlock()
+				answers = append(answers, fmt.Errorf("%s port %s answers %s (%v), want silence", host, port, netns, err))
+			})
+		}
+	}
+	wg.Wait()
+	return errors.Join(answers...)
 }
 
 // Poll repeats f every half second until it reports true, fails, or ctx ends.

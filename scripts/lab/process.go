@@ -165,3 +165,6 @@ func tail(text string, lines int) string {
 	all := strings.Split(strings.TrimRight(text, "\n"), "\n")
 	return strings.Join(all[max(0, len(all)-lines):], "\n")
 }
+
+// PID is the program's process id.
+func (p *Process) PID() int { return p.cmd.Process.Pid }

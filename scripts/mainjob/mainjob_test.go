@@ -49,6 +49,24 @@ func TestMainJob(t *testing.T) {
 		}
 	}
 
+	// A neighbour on the uplink finds nothing; the same ports answer on the LAN.
+	uplink, err := l.BoxUplink()
+	if err != nil {
+		t.Fatal(err)
+	}
+	ports := []string{"22", "69", "80", "7443"}
+	if _, err := l.Exec(ctx, "nb", "ip", "route", "add", "10.77.0.0/24", "via", uplink); err != nil {
+		t.Fatal(err)
+	}
+	if err := l.Silent("nb", []string{uplink, lab.SiteLAN}, ports); err != nil {
+		t.Error(err)
+	}
+	for _, port := range []string{"80", "7443"} {
+		if err := l.Dial("bmc", lab.SiteLAN+":"+port); err != nil {
+			t.Errorf("from the LAN, port %s: %v", port, err)
+		}
+	}
+
 	// The comparison can fail: one byte of the image's first partition flipped.
 	if err := flip(l.Metal.Disk, 2<<20); err != nil {
 		t.Fatal(err)
