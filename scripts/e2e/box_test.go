@@ -117,6 +117,7 @@ func TestFullFromTheStart(t *testing.T) {
 	b.must(b.StartSite(b.ctx, b.join, lab.SiteOptions{}))
 	b.must(b.WaitSiteOnline(b.ctx))
 	b.must(b.EnrollMachine(b.ctx))
+	b.cli("metal", "power", lab.MachineName) // the BMC is known from here on
 	b.Site.Stop()
 	for _, lost := range []string{"agent/journal", "agent/events", "artifacts"} {
 		b.must(os.RemoveAll(filepath.Join(state, lost)))
