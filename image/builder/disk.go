@@ -10,6 +10,8 @@ import (
 	"os"
 	"path/filepath"
 
+	diskfs "github.com/diskfs/go-diskfs"
+	"github.com/diskfs/go-diskfs/partition/gpt"
 	"github.com/klauspost/compress/zstd"
 
 	"github.com/better-compute/site-appliance/image/fat"
@@ -136,21 +138,14 @@ func (b *build) writeDisk(to string, l layout.Disk, files map[string][]fat.File)
 		return fmt.Errorf("make disk: %w", err)
 	}
 	defer os.Remove(tmp)
-	table, err := l.Table()
-	if err != nil {
-		return fmt.Errorf("make disk: %w", err)
+	if err := partition(tmp, l); err != nil {
+		return err
 	}
-	f, err := os.OpenFile(tmp, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o644)
+	f, err := os.OpenFile(tmp, os.O_RDWR, 0)
 	if err != nil {
 		return fmt.Errorf("make disk: %w", err)
 	}
 	defer f.Close()
-	if err := f.Truncate(l.Size); err != nil {
-		return fmt.Errorf("make disk: %w", err)
-	}
-	if err := table.Write(f); err != nil {
-		return err
-	}
 	for _, p := range l.Partitions {
 		if p.Label == "" {
 			continue
@@ -168,6 +163,29 @@ func (b *build) writeDisk(to string, l layout.Disk, files map[string][]fat.File)
 	}
 	if err := os.Rename(tmp, to); err != nil {
 		return fmt.Errorf("make disk: %w", err)
+	}
+	return nil
+}
+
+// partition makes the file at path with the layout's partition table. A fresh
+// file needs none of image/gpt's care for a table that is in use.
+func partition(path string, l layout.Disk) error {
+	d, err := diskfs.Create(path, l.Size, diskfs.SectorSize512)
+	if err != nil {
+		return fmt.Errorf("make disk: %w", err)
+	}
+	table := &gpt.Table{GUID: l.ID.String(), ProtectiveMBR: true, LogicalSectorSize: layout.Sector, PhysicalSectorSize: layout.Sector}
+	for i, p := range l.Partitions {
+		table.Partitions = append(table.Partitions, &gpt.Partition{
+			Index: i + 1, Start: uint64(p.Start / layout.Sector), Size: uint64(p.Size), Type: gpt.Type(p.Type.String()), Name: p.Name, GUID: p.ID.String(),
+		})
+	}
+	err = d.Partition(table)
+	if cerr := d.Close(); err == nil {
+		err = cerr
+	}
+	if err != nil {
+		return fmt.Errorf("write partition table: %w", err)
 	}
 	return nil
 }
