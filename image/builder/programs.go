@@ -93,10 +93,15 @@ func (b *build) buildCommands(ctx context.Context) error {
 	for _, c := range commands {
 		paths = append(paths, filepath.Join(dir, "cmds", "core", c))
 	}
+	// A program built with -trimpath does not know where Go lies.
+	goroot, err := command(ctx, b.Root, "go", "env", "GOROOT")
+	if err != nil {
+		return err
+	}
 	// u-root's own module knows the versions of what its commands use.
 	// gosh's line editor asks the terminal questions that a serial line may not
 	// answer: the simple one works everywhere.
-	env := golang.Default(golang.WithBuildTag(shellTag), golang.DisableCGO(), golang.WithGOOS("linux"), golang.WithGOARCH(b.board.Arch), golang.WithWorkingDir(dir))
+	env := golang.Default(golang.WithBuildTag(shellTag), golang.DisableCGO(), golang.WithGOOS("linux"), golang.WithGOARCH(b.board.Arch), golang.WithWorkingDir(dir), golang.WithGOROOT(strings.TrimSpace(goroot)))
 	tmp := filepath.Join(b.work, "commands")
 	err = bb.BuildBusybox(ulog.Null, &bb.Opts{
 		Env:          env,
