@@ -156,7 +156,7 @@ func (s *site) watchPorts(ctx context.Context, cfg *config.Site) error {
 				end(i)
 			}
 		}
-		if err := s.applyRules(rules(now.uplink, now.list())); err != nil {
+		if err := s.applyRules(rules(cfg, now)); err != nil {
 			return err
 		}
 		for i, l := range now.lans {

@@ -96,7 +96,7 @@ func Run(ctx context.Context, c Config) error {
 		return err
 	}
 	now := find(cfg, there)
-	if err := s.applyRules(rules(now.uplink, now.list())); err != nil {
+	if err := s.applyRules(rules(cfg, now)); err != nil {
 		return err
 	}
 	book, aside, err := addressbook.OpenOrSetAside(bookFile)
@@ -157,9 +157,13 @@ func openCache(s *site, maxBytes int64) (*artifact.Cache, error) {
 }
 
 // rules opens on each LAN what it serves, and nothing anywhere else.
-func rules(uplink string, lans []lan) firewall.Rules {
-	r := firewall.Rules{Uplink: uplink}
-	for _, l := range lans {
+// What is for a LAN leaves by that LAN, or not at all while it is away.
+func rules(cfg *config.Site, now ports) firewall.Rules {
+	r := firewall.Rules{Uplink: now.uplink}
+	for i, l := range cfg.LAN {
+		r.Homes = append(r.Homes, firewall.Home{Network: l.Address.Masked(), Interface: now.lans[i].name})
+	}
+	for _, l := range now.list() {
 		boot := l.DHCP == "authoritative"
 		r.LANs = append(r.LANs, firewall.LANRule{Interface: l.name, DHCP: boot, TFTP: boot, HTTP: boot, Passthrough: true})
 	}

@@ -20,6 +20,7 @@ import (
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/appliance/base/secret"
 	"github.com/better-compute/site-appliance/appliance/site/config"
+	"github.com/better-compute/site-appliance/appliance/site/firewall"
 	"github.com/better-compute/site-appliance/bmc/addressbook"
 	"github.com/better-compute/site-appliance/bmc/bmcv1"
 	"github.com/better-compute/site-appliance/bmc/relay"
@@ -122,11 +123,16 @@ func TestCredential(t *testing.T) {
 }
 
 func TestRules(t *testing.T) {
-	lans := []lan{
-		{config.LAN{Address: netip.MustParsePrefix("10.0.0.1/24"), DHCP: "authoritative"}, "lan0"},
-		{config.LAN{Address: netip.MustParsePrefix("10.1.0.1/24")}, "bmc0"},
+	cfg := &config.Site{LAN: []config.LAN{
+		{Address: netip.MustParsePrefix("10.0.0.1/24"), DHCP: "authoritative"},
+		{Address: netip.MustParsePrefix("10.1.0.1/24")},
+		{Address: netip.MustParsePrefix("10.2.0.1/24")},
+	}}
+	got := rules(cfg, ports{uplink: "up0", lans: map[int]lan{0: {cfg.LAN[0], "lan0"}, 1: {cfg.LAN[1], "bmc0"}}})
+	home := firewall.Home{Network: netip.MustParsePrefix("10.2.0.0/24")}
+	if len(got.Homes) != 3 || got.Homes[2] != home || got.Homes[1].Interface != "bmc0" {
+		t.Errorf("homes = %+v, want each LAN's, and the missing one's without an interface", got.Homes)
 	}
-	got := rules("up0", lans)
 	if got.Uplink != "up0" || len(got.LANs) != 2 {
 		t.Fatalf("rules = %+v", got)
 	}

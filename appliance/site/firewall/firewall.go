@@ -8,6 +8,8 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"net"
+	"net/netip"
 	"os"
 	"strings"
 
@@ -25,6 +27,16 @@ type Rules struct {
 	// interface that is no LAN counts as the uplink.
 	Uplink string
 	LANs   []LANRule
+	Homes  []Home
+}
+
+// Home keeps what is for a network on its own interface: when that is away, the
+// route over the uplink must not lead a BMC's credential to whoever answers there.
+type Home struct {
+	// Network is IPv4.
+	Network netip.Prefix
+	// Interface is the network's own; empty: it is away.
+	Interface string
 }
 
 // LANRule is what machines and BMCs on one interface may reach. A service
@@ -88,6 +100,11 @@ func (r Rules) check() error {
 		}
 		seen[name] = true
 	}
+	for _, h := range r.Homes {
+		if !h.Network.IsValid() || !h.Network.Addr().Is4() || len(h.Interface) >= unix.IFNAMSIZ {
+			return fmt.Errorf("firewall: home %s on %q: want an IPv4 network and an interface", h.Network, h.Interface)
+		}
+	}
 	return nil
 }
 
@@ -131,6 +148,15 @@ func (r Rules) write(conn *nftables.Conn) {
 	chain("forward", nftables.ChainHookForward) // empty: its policy is all it does
 	for _, rule := range r.input() {
 		conn.AddRule(&nftables.Rule{Table: table, Chain: input, Exprs: rule})
+	}
+	accepted := nftables.ChainPolicyAccept
+	output := conn.AddChain(&nftables.Chain{
+		Name: "output", Table: table, Type: nftables.ChainTypeFilter, Hooknum: nftables.ChainHookOutput, Priority: nftables.ChainPriorityFilter, Policy: &accepted,
+	})
+	for _, h := range r.Homes {
+		for _, rule := range h.rules() {
+			conn.AddRule(&nftables.Rule{Table: table, Chain: output, Exprs: rule})
+		}
 	}
 }
 
@@ -188,6 +214,29 @@ func (l LANRule) rules() []rule {
 	return rules
 }
 
+// rules let a network's packets out by its interface, and the box's to itself
+// by the loopback; the rest is dropped.
+func (h Home) rules() []rule {
+	var rules []rule
+	for _, name := range []string{"lo", h.Interface} {
+		if name != "" {
+			rules = append(rules, join(to(h.Network), leaving(name), accept()))
+		}
+	}
+	return append(rules, join(to(h.Network), rule{&expr.Counter{}, &expr.Verdict{Kind: expr.VerdictDrop}}))
+}
+
+// to matches the IPv4 network that a packet is for.
+func to(n netip.Prefix) rule {
+	return rule{
+		&expr.Meta{Key: expr.MetaKeyNFPROTO, Register: 1},
+		&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: []byte{unix.NFPROTO_IPV4}},
+		&expr.Payload{DestRegister: 1, Base: expr.PayloadBaseNetworkHeader, Offset: 16, Len: 4},
+		&expr.Bitwise{SourceRegister: 1, DestRegister: 1, Len: 4, Mask: net.CIDRMask(n.Bits(), 32), Xor: make([]byte, 4)},
+		&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: n.Masked().Addr().AsSlice()},
+	}
+}
+
 func join(parts ...rule) rule {
 	var out rule
 	for _, p := range parts {
@@ -201,14 +250,19 @@ func accept() rule { return verdict(expr.VerdictAccept) }
 func verdict(kind expr.VerdictKind) rule { return rule{&expr.Verdict{Kind: kind}} }
 
 // from matches the interface that a packet came in on; "" is any.
-func from(name string) rule {
+func from(name string) rule { return on(expr.MetaKeyIIFNAME, name) }
+
+// leaving matches the interface that a packet goes out by.
+func leaving(name string) rule { return on(expr.MetaKeyOIFNAME, name) }
+
+func on(side expr.MetaKey, name string) rule {
 	if name == "" {
 		return nil
 	}
 	padded := make([]byte, unix.IFNAMSIZ)
 	copy(padded, name)
 	return rule{
-		&expr.Meta{Key: expr.MetaKeyIIFNAME, Register: 1},
+		&expr.Meta{Key: side, Register: 1},
 		&expr.Cmp{Op: expr.CmpOpEq, Register: 1, Data: padded},
 	}
 }

@@ -246,6 +246,28 @@ func TestApply(t *testing.T) {
 			t.Errorf("second firewall: %s (%s) got an answer: %v, want %v", a.name, a.address, got, a.allowed)
 		}
 	}
+	// What is for the LAN leaves by the LAN alone. The neighbour takes a BMC's
+	// place: a more specific route over the uplink, as a lost LAN would leave.
+	const bmc = "10.0.0.77"
+	lan := netip.MustParsePrefix("10.0.0.0/24")
+	s.box.Route(netip.MustParsePrefix(bmc+"/32"), netip.MustParseAddr(neighbourAddr))
+	s.neighbour.Wire("fake", netip.MustParsePrefix(bmc+"/32"), netnstest.New(t), "eth0", netip.MustParsePrefix("10.9.0.9/32"))
+	s.echo(s.neighbour, "udp4", bmc+":623")
+	if !try(s.box, "udp4", "", bmc+":623") {
+		t.Fatal("the neighbour does not answer for the BMC: the attempt cannot succeed")
+	}
+	for _, name := range []string{"lan", ""} {
+		s.apply(Rules{Uplink: "uplink", Homes: []Home{{lan, name}}})
+		if try(s.box, "udp4", "", bmc+":623") {
+			t.Errorf("home %q: the neighbour hears what is for the BMC", name)
+		}
+	}
+	s.apply(Rules{Uplink: "uplink", Homes: []Home{{lan, "uplink"}}})
+	if !try(s.box, "udp4", "", bmc+":623") {
+		t.Error("a home does not let out what is for it")
+	}
+	s.apply(Rules{})
+
 	if !ping(t, s.neighbour, boxUplink) {
 		t.Error("ping over an unnamed uplink got no answer")
 	}
@@ -311,6 +333,7 @@ func TestApplyRefuses(t *testing.T) {
 		"the uplink as a LAN":      {Uplink: "eth0", LANs: []LANRule{{Interface: "eth0"}}},
 		"a LAN twice":              {Uplink: "eth0", LANs: []LANRule{{Interface: "eth1"}, {Interface: "eth1"}}},
 		"a name that is no single": {Uplink: "../eth0"},
+		"a home without a network": {Uplink: "eth0", Homes: []Home{{Interface: "eth1"}}},
 	} {
 		if err := r.check(); err == nil {
 			t.Errorf("%s: check() = nil, want an error", name)
