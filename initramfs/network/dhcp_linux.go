@@ -82,22 +82,38 @@ func (d DHCP) once(ctx context.Context, iface string, got func(Lease) error, los
 			lost()
 		}
 	}()
-	for lease.Ends < never {
+	// checks is how often a server is asked soon after the link came back: what
+	// came back has no address, and may be on another network.
+	checks := 0
+	var gone time.Time // when the link was missed; zero while it is there
+	rest := func(wait time.Duration) error {
+		back, err := d.rest(ctx, iface, wait, &gone)
+		if err == nil && back {
+			checks = 5
+			err = got(lease)
+		}
+		return err
+	}
+	for {
 		age := time.Since(began)
-		switch {
-		case age >= lease.Ends:
+		if lease.Ends < never && age >= lease.Ends {
 			return true, errors.New("the lease ended and no server renewed it")
-		case age < lease.T1:
-			if !sleep(ctx, lease.T1-age) {
-				return true, nil
+		}
+		if checks == 0 && (lease.Ends == never || age < lease.T1) {
+			wait := lease.T1 - age
+			if lease.Ends == never {
+				wait = never
+			}
+			if err := rest(wait); err != nil {
+				return true, err
 			}
 			continue
 		}
-		next, sent, err := d.renew(ctx, iface, raw, lease, age >= lease.T2)
+		next, sent, err := d.renew(ctx, iface, raw, lease, checks > 0 || age >= lease.T2)
 		var nak *nclient4.ErrNak
 		switch {
 		case err == nil:
-			raw, lease, began = next.raw, next.lease, sent
+			raw, lease, began, checks = next.raw, next.lease, sent, 0
 			if err := got(lease); err != nil {
 				return true, err
 			}
@@ -110,13 +126,45 @@ func (d DHCP) once(ctx context.Context, iface string, got func(Lease) error, los
 				edge = lease.Ends
 			}
 			wait := min(max((edge-age)/2, min(time.Minute, lease.Ends/16)), max(lease.Ends-age, time.Second))
-			if !sleep(ctx, wait) {
-				return true, nil
+			if checks > 0 {
+				checks--
+				wait = min(wait, 10*time.Second) // a switch may still be learning
+			}
+			if err := rest(wait); err != nil {
+				return true, err
 			}
 		}
 	}
-	<-ctx.Done()
-	return true, nil
+}
+
+// unlinked is how long a lease outlives its link: longer than a switch takes to
+// start again, and shorter than another interface should be kept waiting.
+const unlinked = 2 * time.Minute
+
+// rest waits, and ends early where the link was gone and is back: back is true
+// then. Its error says that the link stays away, or is ctx's.
+func (d DHCP) rest(ctx context.Context, iface string, wait time.Duration, gone *time.Time) (back bool, err error) {
+	const look = 500 * time.Millisecond
+	began := time.Now()
+	for {
+		left := wait - time.Since(began)
+		if left <= 0 {
+			return false, nil
+		}
+		if !sleep(ctx, min(left, look)) {
+			return false, ctx.Err()
+		}
+		switch there := d.Carrier(iface); {
+		case there && !gone.IsZero():
+			*gone = time.Time{}
+			return true, nil
+		case there:
+		case gone.IsZero():
+			*gone = time.Now()
+		case time.Since(*gone) >= unlinked:
+			return false, errors.New("the link is gone")
+		}
+	}
 }
 
 type renewed struct {

@@ -28,6 +28,7 @@ type server struct {
 	down     bool     // silent altogether
 	silent   bool     // to renewals by unicast
 	nak      bool
+	long     bool // a lease that is not to be renewed within the test
 }
 
 func (s *server) set(f func()) { s.mu.Lock(); defer s.mu.Unlock(); f() }
@@ -73,10 +74,14 @@ func (s *server) answer(m *dhcpv4.DHCPv4, unicast bool) *dhcpv4.DHCPv4 {
 			return nil
 		}
 	}
+	life, t1, t2 := uint32(30), time.Second, 3*time.Second
+	if s.long {
+		life, t1, t2 = 3600, 1800*time.Second, 3000*time.Second
+	}
 	r, err := dhcpv4.NewReplyFromRequest(m, dhcpv4.WithMessageType(typ), dhcpv4.WithYourIP(leased), dhcpv4.WithNetmask(net.CIDRMask(24, 32)),
-		dhcpv4.WithOption(dhcpv4.OptServerIdentifier(serverIP)), dhcpv4.WithLeaseTime(30),
-		dhcpv4.WithOption(dhcpv4.Option{Code: dhcpv4.OptionRenewTimeValue, Value: dhcpv4.Duration(time.Second)}),
-		dhcpv4.WithOption(dhcpv4.Option{Code: dhcpv4.OptionRebindingTimeValue, Value: dhcpv4.Duration(3 * time.Second)}))
+		dhcpv4.WithOption(dhcpv4.OptServerIdentifier(serverIP)), dhcpv4.WithLeaseTime(life),
+		dhcpv4.WithOption(dhcpv4.Option{Code: dhcpv4.OptionRenewTimeValue, Value: dhcpv4.Duration(t1)}),
+		dhcpv4.WithOption(dhcpv4.Option{Code: dhcpv4.OptionRebindingTimeValue, Value: dhcpv4.Duration(t2)}))
 	if err != nil {
 		return nil
 	}
@@ -244,4 +249,25 @@ func TestDHCP(t *testing.T) {
 	before := s.count("new")
 	s.set(func() { s.nak, s.silent = false, false })
 	eventually(t, "a new lease", func() bool { return s.count("new") > before })
+
+	s.set(func() { s.long = true })
+	eventually(t, "a long lease", func() bool {
+		mu.Lock()
+		defer mu.Unlock()
+		return leases[len(leases)-1].T1 > time.Minute
+	})
+	mu.Lock()
+	cable = false
+	mu.Unlock()
+	time.Sleep(time.Second)
+	mu.Lock()
+	had := len(leases)
+	cable = true
+	mu.Unlock()
+	asked := s.count("rebind")
+	eventually(t, "the address again after the link was gone, and a word with a server", func() bool {
+		mu.Lock()
+		defer mu.Unlock()
+		return len(leases) > had && s.count("rebind") > asked
+	})
 }

@@ -116,7 +116,7 @@ func (m *Manager) RunSite(ctx context.Context, site *config.Site) {
 		}
 		for _, name := range plan.Uplink {
 			if uplink.join(name) {
-				wg.Go(func() { m.lease(ctx, name, 0, uplink) })
+				wg.Go(func() { m.lease(ctx, name, 0, uplink, site.LAN) })
 			}
 		}
 		if !sleep(ctx, m.Poll) {
@@ -137,7 +137,7 @@ func (m *Manager) RunAll(ctx context.Context) {
 		}
 		for i, iface := range ifaces {
 			if all.join(iface.Name) {
-				wg.Go(func() { m.lease(ctx, iface.Name, 100+i, all) })
+				wg.Go(func() { m.lease(ctx, iface.Name, 100+i, all, nil) })
 			}
 		}
 		if !sleep(ctx, m.Poll) {
@@ -153,7 +153,7 @@ type race struct {
 	mu     sync.Mutex
 	in     map[string]bool
 	winner string
-	stop   []func()
+	stop   map[string]func()
 }
 
 // join reports whether name is to start now.
@@ -164,10 +164,18 @@ func (r *race) join(name string) bool {
 		return false
 	}
 	if r.in == nil {
-		r.in = map[string]bool{}
+		r.in, r.stop = map[string]bool{}, map[string]func(){}
 	}
 	r.in[name] = true
 	return true
+}
+
+// leave undoes join: name may start again.
+func (r *race) leave(name string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	delete(r.in, name)
+	delete(r.stop, name)
 }
 
 // win reports whether name may keep its lease; it ends the others' asking.
@@ -179,42 +187,76 @@ func (r *race) win(name string) bool {
 	}
 	if r.winner == "" {
 		r.winner = name
-		for _, stop := range r.stop {
-			stop()
+		for other, stop := range r.stop {
+			if other != name {
+				stop()
+			}
 		}
 	}
 	return r.winner == name
+}
+
+// lose opens the race anew: the way out may be another interface's by now.
+func (r *race) lose(name string) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	if r.winner == name {
+		r.winner = ""
+	}
 }
 
 // onLoss has stop called when another than name wins.
 func (r *race) onLoss(name string, stop func()) {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	guarded := func() {
-		if r.winner != name {
-			stop()
-		}
-	}
-	if r.winner != "" && !r.open {
-		guarded()
+	if r.winner != "" && r.winner != name && !r.open {
+		stop()
 		return
 	}
-	r.stop = append(r.stop, guarded)
+	r.stop[name] = stop
 }
 
-// lease keeps one interface's lease.
-func (m *Manager) lease(ctx context.Context, name string, metric int, r *race) {
+// upEvery is how often an interface is made sure of.
+const upEvery = 5 * time.Second
+
+// apart refuses a lease that would draw what is meant for a LAN, such as the
+// words to its BMCs, to the interface that asks: whoever answers there chooses it.
+func apart(lease netip.Prefix, lans []config.LAN) error {
+	for _, l := range lans {
+		if lan := l.Address.Masked(); lan.Contains(lease.Addr()) || lease.Bits() >= lan.Bits() && lan.Overlaps(lease) {
+			return fmt.Errorf("the lease of %s is refused: it is in the lan %s", lease, lan)
+		}
+	}
+	return nil
+}
+
+// lease keeps one interface's lease, which must be apart from lans.
+func (m *Manager) lease(ctx context.Context, name string, metric int, r *race, lans []config.LAN) {
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
+	defer r.leave(name)
 	r.onLoss(name, cancel)
 	m.up(ctx, name)
+	// A card that went and came back under its name is down, and without a link.
+	var kept sync.WaitGroup
+	defer kept.Wait()
+	defer cancel()
+	kept.Go(func() {
+		for sleep(ctx, upEvery) {
+			_ = m.Links.Up(name) // it may be away just now
+		}
+	})
 	last := ""
 	m.Client.Hold(ctx, name, func(l Lease) error {
+		if err := apart(l.Address, lans); err != nil {
+			return err
+		}
 		if !r.win(name) {
 			return errors.New("another interface is the uplink")
 		}
 		if err := m.Links.Set(name, l.Address, l.Gateway, metric); err != nil {
 			m.Say("%s: %v", name, err)
+			r.lose(name)
 			return err
 		}
 		m.update(func(s *State) {
@@ -240,6 +282,7 @@ func (m *Manager) lease(ctx context.Context, name string, metric int, r *race) {
 			}
 		}, nil)
 		m.Say("%s lost its lease", name)
+		r.lose(name)
 	})
 }
 
@@ -248,7 +291,10 @@ func (m *Manager) hold(ctx context.Context, s Static, uplink bool) {
 	m.up(ctx, s.Interface)
 	told := ""
 	for ctx.Err() == nil {
-		err := m.Links.Set(s.Interface, s.Address, s.Gateway, 0)
+		err := m.Links.Up(s.Interface) // it may have been away
+		if err == nil {
+			err = m.Links.Set(s.Interface, s.Address, s.Gateway, 0)
+		}
 		text := fmt.Sprintf("%s has %s", s.Interface, s.Address)
 		if err != nil {
 			text = fmt.Sprintf("%s: %v", s.Interface, err)
@@ -269,7 +315,7 @@ func (m *Manager) hold(ctx context.Context, s Static, uplink bool) {
 				}, dns)
 			}
 		}
-		if !sleep(ctx, 15*time.Second) {
+		if !sleep(ctx, upEvery) {
 			return
 		}
 	}

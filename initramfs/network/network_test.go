@@ -3,7 +3,9 @@ package network
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
+	"maps"
 	"net"
 	"net/netip"
 	"os"
@@ -117,14 +119,33 @@ func FuzzParseAck(f *testing.F) {
 type links struct {
 	mu   sync.Mutex
 	addr map[string]string
+	ups  map[string]int
+	// broken is an interface that takes no address.
+	broken string
 }
 
-func (l *links) Up(string) error { return nil }
+func (l *links) Up(name string) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.ups == nil {
+		l.ups = map[string]int{}
+	}
+	l.ups[name]++
+	return nil
+}
 func (l *links) Set(name string, a netip.Prefix, _ netip.Addr, _ int) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
+	if l.broken == name {
+		return errors.New("the kernel refuses")
+	}
 	l.addr[name] = a.String()
 	return nil
+}
+func (l *links) addresses() map[string]string {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	return maps.Clone(l.addr)
 }
 func (l *links) Clear(name string) error {
 	l.mu.Lock()
@@ -172,8 +193,8 @@ func TestFirstLeaseIsTheUplink(t *testing.T) {
 		}()
 		time.Sleep(10 * time.Second)
 		want := map[string]string{"eth1": "10.77.0.1/24", "eth2": "192.0.2.7/24"}
-		if s := m.Snapshot(); s.Uplink != "eth2" || !reflect.DeepEqual(s.Interfaces, want) || !reflect.DeepEqual(l.addr, want) {
-			t.Errorf("state = %+v, addresses = %v: want eth2 as the uplink and eth0 without an address", s, l.addr)
+		if s := m.Snapshot(); s.Uplink != "eth2" || !reflect.DeepEqual(s.Interfaces, want) || !reflect.DeepEqual(l.addresses(), want) {
+			t.Errorf("state = %+v, addresses = %v: want eth2 as the uplink and eth0 without an address", s, l.addresses())
 		}
 		var s State
 		data, err := os.ReadFile(m.StateFile)
@@ -250,8 +271,102 @@ func TestLostLeaseIsCleared(t *testing.T) {
 			t.Errorf("with the lease: %+v", s)
 		}
 		time.Sleep(30 * time.Second)
-		if s := m.Snapshot(); s.Uplink != "" || len(s.Interfaces) != 0 || len(l.addr) != 0 {
-			t.Errorf("after the lease: %+v, addresses %v", s, l.addr)
+		if s := m.Snapshot(); s.Uplink != "" || len(s.Interfaces) != 0 || len(l.addresses()) != 0 {
+			t.Errorf("after the lease: %+v, addresses %v", s, l.addresses())
+		}
+		cancel()
+		<-done
+	})
+}
+
+// TestReturningInterfaceIsBroughtUp: a card on USB that was reset comes back
+// under its name, and down. Nothing else brings it up again.
+func TestReturningInterfaceIsBroughtUp(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m, l := manager(t, servers{delay: map[string]time.Duration{"eth0": time.Second}}, eth0, eth1)
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan struct{})
+		go func() {
+			defer close(done)
+			m.RunSite(ctx, parse(t, "[[lan]]\ninterface = \"eth1\"\naddress = \"10.77.0.1/24\"\n"))
+		}()
+		time.Sleep(10 * time.Second)
+		l.mu.Lock()
+		clear(l.ups)
+		l.mu.Unlock()
+		time.Sleep(10 * time.Second)
+		l.mu.Lock()
+		if l.ups["eth0"] == 0 || l.ups["eth1"] == 0 {
+			t.Errorf("brought up within 10 s: %v, want the uplink eth0 and the LAN eth1", l.ups)
+		}
+		l.mu.Unlock()
+		cancel()
+		<-done
+	})
+}
+
+// TestUplinkMoves: when the uplink has lost its lease, another interface may
+// become it. Who moves a cable, or has two, does not have to start the box again.
+func TestUplinkMoves(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m, l := manager(t, servers{delay: map[string]time.Duration{"eth0": 0, "eth1": 2 * time.Second}, held: 30 * time.Second}, eth0, eth1)
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan struct{})
+		go func() { defer close(done); m.RunSite(ctx, parse(t, "")) }()
+		time.Sleep(20 * time.Second)
+		if s := m.Snapshot(); s.Uplink != "eth0" || len(l.addresses()) != 1 {
+			t.Errorf("at first: %+v, addresses %v, want eth0 alone", s, l.addresses())
+		}
+		time.Sleep(20 * time.Second)
+		if s := m.Snapshot(); s.Uplink != "eth1" || len(l.addresses()) != 1 {
+			t.Errorf("after eth0 has lost its lease: %+v, addresses %v, want eth1 alone", s, l.addresses())
+		}
+		cancel()
+		<-done
+	})
+}
+
+// TestLeaseInALAN: whoever answers on the uplink must not draw the box's LANs there.
+func TestLeaseInALAN(t *testing.T) {
+	for _, tt := range []struct {
+		lan  string
+		free bool
+	}{
+		{"10.77.0.1/24", true},
+		{"192.0.2.1/24", false}, // the same network
+		{"192.0.2.1/16", false}, // the lease's is more specific
+		{"192.0.2.7/32", false}, // the same address
+		{"192.0.2.65/26", true}, // the LAN's is more specific
+		{"192.0.2.1/29", false}, // the lease's address is in it
+		{"198.51.100.1/24", true},
+	} {
+		synctest.Test(t, func(t *testing.T) {
+			m, l := manager(t, servers{delay: map[string]time.Duration{"eth0": 0}}, eth0, eth1)
+			ctx, cancel := context.WithCancel(t.Context())
+			done := make(chan struct{})
+			site := &config.Site{LAN: []config.LAN{{Port: config.Port{Interface: "eth1"}, Address: netip.MustParsePrefix(tt.lan)}}}
+			go func() { defer close(done); m.RunSite(ctx, site) }()
+			time.Sleep(12 * time.Second)
+			if _, has := l.addresses()["eth0"]; has != tt.free || m.Snapshot().Uplink == "eth0" != tt.free {
+				t.Errorf("lan %s, lease 192.0.2.7/24: addresses %v, state %+v, want the lease to be taken: %v", tt.lan, l.addresses(), m.Snapshot(), tt.free)
+			}
+			cancel()
+			<-done
+		})
+	}
+}
+
+// TestUplinkThatTakesNoAddress does not keep the others from being it.
+func TestUplinkThatTakesNoAddress(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m, l := manager(t, servers{delay: map[string]time.Duration{"eth0": 0, "eth1": 2 * time.Second}}, eth0, eth1)
+		l.broken = "eth0"
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan struct{})
+		go func() { defer close(done); m.RunSite(ctx, parse(t, "")) }()
+		time.Sleep(20 * time.Second)
+		if s := m.Snapshot(); s.Uplink != "eth1" {
+			t.Errorf("state = %+v, want eth1 as the uplink", s)
 		}
 		cancel()
 		<-done
@@ -313,4 +428,28 @@ func TestWired(t *testing.T) {
 	if !Carrier(sys, "eth0") || Carrier(sys, "wlan0") {
 		t.Error("Carrier is wrong")
 	}
+}
+
+// TestRest: a link that comes back ends the wait, one that stays away the lease.
+func TestRest(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		began := time.Now()
+		var from, to time.Duration
+		d := DHCP{Carrier: func(string) bool {
+			at := time.Since(began)
+			return at < from || at >= to
+		}}
+		var gone time.Time
+		from, to = 10*time.Second, 20*time.Second
+		if back, err := d.rest(t.Context(), "eth0", 12*time.Second, &gone); back || err != nil || time.Since(began) != 12*time.Second {
+			t.Errorf("rest over the link's going = %v, %v after %s", back, err, time.Since(began))
+		}
+		if back, err := d.rest(t.Context(), "eth0", time.Hour, &gone); !back || err != nil || time.Since(began) != 20*time.Second {
+			t.Errorf("rest over the link's return = %v, %v after %s", back, err, time.Since(began))
+		}
+		from, to = 30*time.Second, time.Hour
+		if back, err := d.rest(t.Context(), "eth0", time.Hour, &gone); back || err == nil || time.Since(began) != 30*time.Second+unlinked {
+			t.Errorf("rest without a link = %v, %v after %s", back, err, time.Since(began))
+		}
+	})
 }
