@@ -24,8 +24,11 @@ var joinPattern = regexp.MustCompile(`^bc1\.[A-Za-z0-9_-]{16,}$`)
 // ParseJoin takes a join string as a file or a pipe gives it.
 func ParseJoin(text []byte) (string, error) {
 	join := strings.TrimSpace(string(text))
+	if join == "" {
+		return "", errors.New("there is none: the input is empty")
+	}
 	if len(join) > 4096 || !joinPattern.MatchString(join) {
-		return "", errors.New(`this is not a join string: it starts with "bc1." and is one word`)
+		return "", errors.New(`this is not a join string: it starts with "bc1." and is one long word, as "site add" printed it`)
 	}
 	return join, nil
 }
@@ -116,11 +119,16 @@ func Image(from, to string, config []byte, when time.Time) error {
 			return fmt.Errorf("customize: %s is not a file: use image flash for a device", to)
 		}
 	}
-	out, err := os.OpenFile(to+".tmp", os.O_RDWR|os.O_CREATE|os.O_TRUNC, 0o600)
+	// A file of its own: one that is there already may be open to others.
+	tmp := to + ".tmp"
+	if err := os.Remove(tmp); err != nil && !errors.Is(err, os.ErrNotExist) {
+		return fmt.Errorf("make copy: %w", err)
+	}
+	out, err := os.OpenFile(tmp, os.O_RDWR|os.O_CREATE|os.O_EXCL, 0o600)
 	if err != nil {
 		return fmt.Errorf("make copy: %w", err)
 	}
-	defer os.Remove(out.Name())
+	defer os.Remove(tmp)
 	defer out.Close()
 	if err := CopySparse(out, in); err != nil {
 		return fmt.Errorf("copy image: %w", err)

@@ -77,6 +77,10 @@ func TestImage(t *testing.T) {
 	from := box(t)
 	to := filepath.Join(t.TempDir(), "copy.img")
 	text := []byte("join = \"" + join + "\"\n")
+	// What others can read must not become the copy.
+	if err := os.WriteFile(to+".tmp", nil, 0o644); err != nil {
+		t.Fatal(err)
+	}
 	if err := Image(from, to, text, time.Unix(1e9, 0)); err != nil {
 		t.Fatal(err)
 	}

@@ -14,6 +14,8 @@ import (
 	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/better-compute/site-appliance/image/layout"
 )
 
 // Target is a disk as the system describes it.
@@ -24,8 +26,10 @@ type Target struct {
 	Whole     bool
 	Removable bool
 	Size      int64
-	Serial    string
-	Model     string
+	// Sector is the size of the disk's sectors; 0 is unknown.
+	Sector int64
+	Serial string
+	Model  string
 	// InUse names what uses the disk or a part of it.
 	InUse []string
 }
@@ -46,10 +50,12 @@ func Check(t Target, imageSize int64, eraseSerial string) error {
 		return fmt.Errorf("%w: %s is in use by %s", ErrRefused, t.Path, strings.Join(t.InUse, ", "))
 	case t.Size < imageSize:
 		return fmt.Errorf("%w: %s holds %d bytes, the image has %d", ErrRefused, t.Path, t.Size, imageSize)
+	case t.Sector != 0 && t.Sector != layout.Sector:
+		return fmt.Errorf("%w: %s has sectors of %d bytes, images are made for %d: nothing would boot from it", ErrRefused, t.Path, t.Sector, layout.Sector)
 	case eraseSerial != "" && eraseSerial != t.Serial:
 		return fmt.Errorf("%w: %s has serial number %q, not %q", ErrRefused, t.Path, t.Serial, eraseSerial)
 	case !t.Removable && t.Serial == "":
-		return fmt.Errorf("%w: %s is not removable and has no serial number to confirm it by", ErrRefused, t.Path)
+		return fmt.Errorf("%w: %s is not removable and has no serial number to confirm it by; dd writes it without asking", ErrRefused, t.Path)
 	case !t.Removable && eraseSerial == "":
 		return fmt.Errorf("%w: %s (%s, %d GB) is not removable; to erase it say --yes-erase %s", ErrRefused, t.Path, strings.TrimSpace(t.Model), t.Size/1e9, t.Serial)
 	}
@@ -63,7 +69,7 @@ func Describe(path, sys, mounts, swaps string) (Target, error) {
 		return Target{Path: path}, nil
 	}
 	if err != nil {
-		return Target{}, fmt.Errorf("look at %s: %w", path, err)
+		return Target{}, fmt.Errorf("look at disk: %w", err)
 	}
 	if st.Mode().IsRegular() {
 		return Target{Path: path, Size: st.Size()}, nil
@@ -87,7 +93,8 @@ func Describe(path, sys, mounts, swaps string) (Target, error) {
 	if err != nil {
 		return Target{}, fmt.Errorf("size of %s: %w", path, err)
 	}
-	t.Size = sectors * 512
+	t.Size = sectors * 512 // sysfs counts in these, whatever the disk does
+	t.Sector, _ = strconv.ParseInt(text(filepath.Join(dir, "queue", "logical_block_size")), 10, 64)
 	for _, f := range []string{"device/serial", "serial", "device/vpd_pg80"} {
 		if s := printable(text(filepath.Join(dir, f))); s != "" && t.Serial == "" {
 			t.Serial = s
@@ -169,8 +176,10 @@ func printable(s string) string {
 
 const block = 4 << 20
 
-// Write copies size bytes of image to the target, syncs, drops what the
-// system remembers of it, and reads everything back. progress may be nil.
+// Write copies size bytes of image to the target and reads everything back.
+// The first block, with the partition table, comes last, when the rest is
+// proven, so that a write that fails leaves no disk that boots half an image.
+// progress may be nil.
 func Write(ctx context.Context, image io.ReaderAt, size int64, t Target, progress func(phase string, done, total int64)) error {
 	if progress == nil {
 		progress = func(string, int64, int64) {}
@@ -191,42 +200,16 @@ func Write(ctx context.Context, image io.ReaderAt, size int64, t Target, progres
 			return fmt.Errorf("make %s: %w", t.Path, err)
 		}
 	}
-	err = each(ctx, image, size, func(at int64, b []byte) error {
-		if t.Block || !zero(b) { // a new file has its holes already
-			if _, err := out.WriteAt(b, at); err != nil {
-				return fmt.Errorf("write at %d: %w", at, err)
-			}
-		}
-		progress("write", at+int64(len(b)), size)
-		return nil
-	})
-	if err != nil {
+	w := writer{image: image, size: size, target: t, out: out, progress: progress}
+	first := min(block, size)
+	if err := w.wipe(first); err != nil {
 		return err
 	}
-	if err := out.Sync(); err != nil {
-		return fmt.Errorf("sync %s: %w", t.Path, err)
-	}
-	if err := unix.Fadvise(int(out.Fd()), 0, size, unix.FADV_DONTNEED); err != nil {
-		return fmt.Errorf("forget what was written: %w", err)
-	}
-	if t.Block {
-		if err := unix.IoctlSetInt(int(out.Fd()), unix.BLKFLSBUF, 0); err != nil {
-			return fmt.Errorf("flush buffers of %s: %w", t.Path, err)
-		}
-	}
-	got := make([]byte, block)
-	err = each(ctx, image, size, func(at int64, b []byte) error {
-		if _, err := out.ReadAt(got[:len(b)], at); err != nil {
-			return fmt.Errorf("read back at %d: %w", at, err)
-		}
-		if !bytes.Equal(got[:len(b)], b) {
-			return fmt.Errorf("%s does not hold what was written to it: it differs between byte %d and %d", t.Path, at, at+int64(len(b)))
-		}
-		progress("verify", at+int64(len(b)), size)
-		return nil
-	})
-	if err != nil {
+	if err := w.write(ctx, first, size); err != nil {
 		return err
+	}
+	if err := w.write(ctx, 0, first); err != nil {
+		return errors.Join(err, w.wipe(first))
 	}
 	if t.Block {
 		if err := unix.IoctlSetInt(int(out.Fd()), unix.BLKRRPART, 0); err != nil && !errors.Is(err, unix.EINVAL) {
@@ -236,13 +219,76 @@ func Write(ctx context.Context, image io.ReaderAt, size int64, t Target, progres
 	return nil
 }
 
-func each(ctx context.Context, r io.ReaderAt, size int64, f func(at int64, b []byte) error) error {
+type writer struct {
+	image    io.ReaderAt
+	size     int64
+	target   Target
+	out      *os.File
+	progress func(phase string, done, total int64)
+
+	written, verified int64
+}
+
+// wipe makes the first n bytes zeros.
+func (w *writer) wipe(n int64) error {
+	if _, err := w.out.WriteAt(make([]byte, n), 0); err != nil {
+		return fmt.Errorf("wipe the partition table of %s: %w", w.target.Path, err)
+	}
+	if err := w.out.Sync(); err != nil {
+		return fmt.Errorf("sync %s: %w", w.target.Path, err)
+	}
+	return nil
+}
+
+// write copies a part of the image, syncs, drops what the system remembers of
+// it, and reads it back.
+func (w *writer) write(ctx context.Context, from, to int64) error {
+	err := each(ctx, w.image, from, to, func(at int64, b []byte) error {
+		if w.target.Block || at == 0 || !zero(b) { // a new file has its holes already
+			if _, err := w.out.WriteAt(b, at); err != nil {
+				return fmt.Errorf("write at %d: %w", at, err)
+			}
+		}
+		w.written += int64(len(b))
+		w.progress("write", w.written, w.size)
+		return nil
+	})
+	if err != nil {
+		return err
+	}
+	if err := w.out.Sync(); err != nil {
+		return fmt.Errorf("sync %s: %w", w.target.Path, err)
+	}
+	if err := unix.Fadvise(int(w.out.Fd()), 0, w.size, unix.FADV_DONTNEED); err != nil {
+		return fmt.Errorf("forget what was written: %w", err)
+	}
+	if w.target.Block {
+		if err := unix.IoctlSetInt(int(w.out.Fd()), unix.BLKFLSBUF, 0); err != nil {
+			return fmt.Errorf("flush buffers of %s: %w", w.target.Path, err)
+		}
+	}
+	got := make([]byte, block)
+	return each(ctx, w.image, from, to, func(at int64, b []byte) error {
+		if _, err := w.out.ReadAt(got[:len(b)], at); err != nil {
+			return fmt.Errorf("read back at %d: %w", at, err)
+		}
+		if !bytes.Equal(got[:len(b)], b) {
+			return fmt.Errorf("%s does not hold what was written to it: it differs between byte %d and %d", w.target.Path, at, at+int64(len(b)))
+		}
+		w.verified += int64(len(b))
+		w.progress("verify", w.verified, w.size)
+		return nil
+	})
+}
+
+// each reads the image's bytes from from up to to.
+func each(ctx context.Context, r io.ReaderAt, from, to int64, f func(at int64, b []byte) error) error {
 	buf := make([]byte, block)
-	for at := int64(0); at < size; {
+	for at := from; at < to; {
 		if err := ctx.Err(); err != nil {
 			return err
 		}
-		b := buf[:min(int64(len(buf)), size-at)]
+		b := buf[:min(int64(len(buf)), to-at)]
 		if _, err := r.ReadAt(b, at); err != nil {
 			return fmt.Errorf("read image at %d: %w", at, err)
 		}

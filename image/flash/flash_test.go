@@ -33,6 +33,7 @@ func TestCheck(t *testing.T) {
 		{"a mounted stick", change(usb, func(t *Target) { t.InUse = []string{"the mount /"} }), "", "in use by the mount /"},
 		{"a mounted disk, confirmed", change(fixed, func(t *Target) { t.InUse = []string{"the mount /"} }), "S1", "in use"},
 		{"a partition", change(usb, func(t *Target) { t.Whole = false }), "", "name the whole disk"},
+		{"sectors of 4096 bytes", change(usb, func(t *Target) { t.Sector = 4096 }), "", "sectors of 4096 bytes"},
 		{"too small", change(usb, func(t *Target) { t.Size = 10 }), "", "holds 10 bytes"},
 	} {
 		err := Check(tt.target, 1e6, tt.serial)
@@ -119,6 +120,41 @@ func TestWriteNoticesADifference(t *testing.T) {
 	err := Write(context.Background(), &flipping{Reader: bytes.NewReader(image)}, int64(len(image)), Target{Path: path}, nil)
 	if err == nil || !strings.Contains(err.Error(), "does not hold what was written") {
 		t.Errorf("Write = %v, want a complaint", err)
+	}
+}
+
+// TestFailedWriteDoesNotBoot: whenever a write ends early, the disk's first
+// sectors, and with them its partition table, are empty.
+func TestFailedWriteDoesNotBoot(t *testing.T) {
+	image := bytes.Repeat([]byte{0x5a}, 3*block+512)
+	size := int64(len(image))
+	for _, tt := range []struct {
+		phase string
+		done  int64
+	}{{"write", block}, {"write", 2*block + 512}, {"verify", block}, {"verify", 2*block + 512}, {"write", size}} {
+		path := filepath.Join(t.TempDir(), "disk")
+		ctx, cancel := context.WithCancel(context.Background())
+		hit := false
+		err := Write(ctx, bytes.NewReader(image), size, Target{Path: path}, func(phase string, done, total int64) {
+			if phase == tt.phase && done == tt.done {
+				hit = true
+				cancel()
+			}
+		})
+		cancel()
+		if !hit || !errors.Is(err, context.Canceled) {
+			t.Errorf("%s at %d: Write = %v, want %v", tt.phase, tt.done, err, context.Canceled)
+		}
+		if got, err := os.ReadFile(path); err != nil || !bytes.Equal(got[:block], make([]byte, block)) {
+			t.Errorf("%s at %d: the disk holds something at its start (%v)", tt.phase, tt.done, err)
+		}
+	}
+	path := filepath.Join(t.TempDir(), "disk")
+	if err := Write(context.Background(), &flipping{Reader: bytes.NewReader(image), reads: -4}, size, Target{Path: path}, nil); err == nil {
+		t.Error("a disk that lost a bit of its first block was taken")
+	}
+	if got, err := os.ReadFile(path); err != nil || !bytes.Equal(got[:block], make([]byte, block)) {
+		t.Errorf("after a difference the disk holds something at its start (%v)", err)
 	}
 }
 

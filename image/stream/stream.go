@@ -541,15 +541,10 @@ func (r *run) same(want []byte, off int64, what string) error {
 	return nil
 }
 
-// makeBootable writes the first chunk, with the partition table, now that the rest is proven.
+// makeBootable writes the first chunk, with the partition table, now that the
+// rest is proven. Where any of it fails, nothing of it stays.
 func (r *run) makeBootable() error {
-	if _, err := r.dev.WriteAt(r.headWanted, 0); err != nil {
-		return fmt.Errorf("write the partition table: %w", err)
-	}
-	if err := r.dev.Sync(); err != nil {
-		return err
-	}
-	if err := r.same(r.headWanted, 0, "first bytes"); err != nil {
+	if err := r.writeHead(); err != nil {
 		// Whatever stands there now must not boot.
 		return errors.Join(err, r.dev.Zero(0, int64(len(r.headWanted))), r.dev.Sync())
 	}
@@ -557,6 +552,25 @@ func (r *run) makeBootable() error {
 		r.Log.Warn("the kernel keeps the old partitions until a reboot", "disk", r.Disk, "err", err)
 	}
 	return nil
+}
+
+// writeHead writes the first chunk: its first block, without which firmware
+// finds no table, only when the rest is on the medium, so that a power cut in
+// between leaves nothing that boots.
+func (r *run) writeHead() error {
+	first := min(blockdev.Align, len(r.headWanted))
+	for _, span := range [][2]int{{first, len(r.headWanted)}, {0, first}} {
+		if span[0] == span[1] {
+			continue
+		}
+		if _, err := r.dev.WriteAt(r.headWanted[span[0]:span[1]], int64(span[0])); err != nil {
+			return fmt.Errorf("write the partition table: %w", err)
+		}
+		if err := r.dev.Sync(); err != nil {
+			return err
+		}
+	}
+	return r.same(r.headWanted, 0, "first bytes")
 }
 
 // writeSparse writes data, leaving long runs of zeros to the device.

@@ -13,9 +13,11 @@ import (
 	"net/http/httptest"
 	"os"
 	"os/exec"
+	"os/signal"
 	"path/filepath"
 	"strings"
 	"sync/atomic"
+	"syscall"
 	"testing"
 	"time"
 
@@ -459,6 +461,39 @@ func TestRunFullFileSystem(t *testing.T) {
 	}
 	if _, err := Run(t.Context(), job(newImage(t, 24*mib), disk)); errs.CodeOf(err) != errs.NoSpace {
 		t.Errorf("Run() = %v, want %s", err, errs.NoSpace)
+	}
+}
+
+// TestRunLastWriteFails: the disk gives up within the very last write, that of
+// the first bytes. What it took of them must not boot.
+func TestRunLastWriteFails(t *testing.T) {
+	img := newImage(t, 9*mib)
+	disk := newDisk(t, 64*mib)
+	signal.Ignore(syscall.SIGXFSZ)
+	defer signal.Reset(syscall.SIGXFSZ)
+	var free syscall.Rlimit
+	if err := syscall.Getrlimit(syscall.RLIMIT_FSIZE, &free); err != nil {
+		t.Fatal(err)
+	}
+	j := job(img, disk)
+	j.Progress = func(phase string, done, total uint64) {
+		if phase == "verify" && done == total {
+			// From here on nothing behind the first 2 MiB of a file can be written.
+			if err := syscall.Setrlimit(syscall.RLIMIT_FSIZE, &syscall.Rlimit{Cur: 2 * mib, Max: free.Max}); err != nil {
+				t.Error(err)
+			}
+		}
+	}
+	_, err := Run(t.Context(), j)
+	if serr := syscall.Setrlimit(syscall.RLIMIT_FSIZE, &free); serr != nil {
+		t.Fatal(serr)
+	}
+	if err == nil {
+		t.Fatal("Run = nil, want a write error")
+	}
+	head := readDisk(t, disk)[:chunkSize]
+	if !bytes.Equal(head, make([]byte, chunkSize)) {
+		t.Errorf("after %v the disk's first bytes hold something: it boots half an image", err)
 	}
 }
 
