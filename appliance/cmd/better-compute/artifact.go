@@ -25,6 +25,7 @@ func artifactImport(ctx context.Context, args []string, std stdio) error {
 	name := f.String("name", "", "the artifact's `name`")
 	arch := f.String("arch", runtime.GOARCH, "the image's `architecture`, amd64 or arm64")
 	format := f.String("format", "raw.zst", "the file's `format`")
+	f.need("name")
 	rest, c, err := f.begin(args, 1, 1)
 	if err != nil {
 		return err

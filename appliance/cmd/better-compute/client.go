@@ -188,6 +188,9 @@ func plain(err error) error {
 	if errors.As(err, &ce) && connect.IsWireError(err) {
 		return &callError{ce}
 	}
+	if connect.CodeOf(err) == connect.CodeCanceled {
+		return fmt.Errorf("interrupted: what was sent may still be done, better-compute events shows it (%w)", err)
+	}
 	return err
 }
 
@@ -204,6 +207,7 @@ type flags struct {
 	std                          stdio
 	usage, about, client, tenant string
 	json                         bool
+	needed                       []string
 }
 
 func newFlags(usage string, std stdio) *flags {
@@ -255,8 +259,20 @@ func (f *flags) parse(args []string, low, high int) ([]string, error) {
 	if len(out) < low || len(out) > high {
 		return nil, fmt.Errorf("usage: better-compute %s", f.usage)
 	}
+	var missing []string
+	for _, name := range f.needed {
+		if f.Lookup(name).Value.String() == "" {
+			missing = append(missing, "--"+name)
+		}
+	}
+	if len(missing) > 0 {
+		return nil, fmt.Errorf("missing: %s; usage: better-compute %s", strings.Join(missing, ", "), f.usage)
+	}
 	return out, nil
 }
+
+// need names options that parse refuses to do without.
+func (f *flags) need(names ...string) { f.needed = names }
 
 // begin parses and reads the client's settings.
 func (f *flags) begin(args []string, low, high int) ([]string, *client, error) {

@@ -16,6 +16,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/better-compute/site-appliance/appliance/agent/trust"
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
 	"github.com/better-compute/site-appliance/appliance/gateway"
 	"github.com/better-compute/site-appliance/appliance/gateway/api"
@@ -42,6 +43,11 @@ func gatewayInit(_ context.Context, args []string, std stdio) error {
 	}
 	if *dir == "" {
 		return errors.New("gateway init: --dir is missing")
+	}
+	for _, u := range urls {
+		if err := trust.CheckURL(u); err != nil {
+			return fmt.Errorf("gateway init: --url %q: want https://HOST:PORT: %w", u, err)
+		}
 	}
 	notes, err := keys.Init(*dir, urls, time.Now())
 	if err != nil {

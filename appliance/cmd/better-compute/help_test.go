@@ -20,6 +20,22 @@ func TestHelp(t *testing.T) {
 			t.Errorf("better-compute %s = %v, printed %q and %q beside it, want its usage alone", strings.Join(args, " "), err, out.String(), notes.String())
 		}
 	}
+	for _, tt := range []struct {
+		args []string
+		want string
+	}{
+		{[]string{"pool", "add", "p"}, "missing: --site; usage: better-compute pool add"},
+		{[]string{"metal", "enroll", "m", "--pool", "p"}, "missing: --driver, --address, --credentials; usage"},
+		{[]string{"metal", "deploy", "m", "--image", "debian"}, "missing: --disk-serial; usage"},
+		{[]string{"artifact", "import", "f"}, "missing: --name; usage"},
+		{[]string{"gateway", "init", "--dir", t.TempDir(), "--url", "gw:7443"}, `--url "gw:7443": want https://HOST:PORT`},
+	} {
+		var out, notes bytes.Buffer
+		err := dispatch(context.Background(), "better-compute", commands(), tt.args, stdio{strings.NewReader(""), &out, &notes})
+		if err == nil || !strings.Contains(err.Error(), tt.want) || strings.Count(err.Error(), "\n") > 0 {
+			t.Errorf("better-compute %s = %v, want %q", strings.Join(tt.args, " "), err, tt.want)
+		}
+	}
 	for _, args := range [][]string{{"image", "flash", "--nope"}, {"image", "verify"}, {"site", "add", "--nope"}, {"site", "add"}} {
 		var out, notes bytes.Buffer
 		err := dispatch(context.Background(), "better-compute", commands(), args, stdio{strings.NewReader(""), &out, &notes})

@@ -13,10 +13,14 @@ import (
 	"strings"
 	"time"
 
+	"golang.org/x/sys/unix"
+
+	"github.com/better-compute/site-appliance/appliance/agent/trust"
 	"github.com/better-compute/site-appliance/appliance/site/config"
 	"github.com/better-compute/site-appliance/image/builder"
 	"github.com/better-compute/site-appliance/image/customize"
 	"github.com/better-compute/site-appliance/image/flash"
+	"github.com/better-compute/site-appliance/image/gpt"
 	"github.com/better-compute/site-appliance/image/layout"
 	"github.com/better-compute/site-appliance/image/manifest"
 )
@@ -115,10 +119,10 @@ func sourceTime(ctx context.Context, root string) (time.Time, error) {
 }
 
 func runImageCustomize(_ context.Context, args []string, std stdio) error {
-	f := newFlags("image customize IMG COPY", std)
+	f := newFlags("image customize [--config FILE] [--join-file FILE] IMG COPY", std)
 	f.about = "Copies the box image IMG to the file COPY and writes its site.toml. The join string is\nread from a file or from standard input, never from the command line."
-	joinFile := f.String("join-file", "", `file with the join string, "-" for standard input`)
-	configFile := f.String("config", "", "a site.toml to put in; the join string is added to it")
+	joinFile := f.String("join-file", "", "`file` with the join string, - for standard input")
+	configFile := f.String("config", "", "`file` to put in as site.toml; the join string is added to it")
 	rest, err := f.parse(args, 2, 2)
 	if err != nil {
 		return err
@@ -156,13 +160,23 @@ func runImageCustomize(_ context.Context, args []string, std stdio) error {
 	if *configFile != "" {
 		name = *configFile
 	}
-	if _, err := config.ParseSite(name, text); err != nil {
+	site, err := config.ParseSite(name, text)
+	if err != nil {
 		return fmt.Errorf("image customize: %w", err)
+	}
+	if site.Join != "" {
+		if _, err := trust.ParseJoin(site.Join); err != nil {
+			return fmt.Errorf("image customize: %w", err)
+		}
 	}
 	if err := customize.Image(rest[0], rest[1], text, time.Now()); err != nil {
 		return fmt.Errorf("image customize: %w", err)
 	}
-	fmt.Fprintf(std.err, "%s is %s with its own %s; it holds a secret: keep it private\n", rest[1], rest[0], layout.ConfigFile)
+	note := ""
+	if site.Join != "" {
+		note = "; it holds a secret: keep it private"
+	}
+	fmt.Fprintf(std.err, "%s is %s with its own %s%s\n", rest[1], rest[0], layout.ConfigFile, note)
 	return nil
 }
 
@@ -187,9 +201,9 @@ func runImageVerify(_ context.Context, args []string, std stdio) error {
 }
 
 func runImageFlash(ctx context.Context, args []string, std stdio) error {
-	f := newFlags("image flash IMG DISK", std)
+	f := newFlags("image flash [--yes-erase SERIAL] IMG DISK", std)
 	f.about = "Writes IMG to DISK, a device or a file, and reads it back. DISK must not be in use; one that is\nnot removable has to be confirmed by its serial number."
-	yes := f.String("yes-erase", "", "serial number of the disk to erase")
+	yes := f.String("yes-erase", "", "`serial` number of the disk to erase")
 	rest, err := f.parse(args, 2, 2)
 	if err != nil {
 		return err
@@ -203,6 +217,12 @@ func runImageFlash(ctx context.Context, args []string, std stdio) error {
 	if err != nil || !st.Mode().IsRegular() {
 		return fmt.Errorf("%s is not an image file", rest[0])
 	}
+	if _, err := gpt.Read(image, uint64(st.Size()), layout.Sector); err != nil {
+		return fmt.Errorf("image flash: %s is not a whole disk image: %w", rest[0], err)
+	}
+	if to, err := os.Stat(rest[1]); err == nil && os.SameFile(st, to) {
+		return fmt.Errorf("image flash: %w: %s is the image itself", flash.ErrRefused, rest[1])
+	}
 	target, err := flash.Describe(rest[1], "/sys", "/proc/self/mountinfo", "/proc/swaps")
 	if err != nil {
 		return fmt.Errorf("image flash: %w", err)
@@ -210,17 +230,32 @@ func runImageFlash(ctx context.Context, args []string, std stdio) error {
 	if err := flash.Check(target, st.Size(), *yes); err != nil {
 		return fmt.Errorf("image flash: %w", err)
 	}
-	last := ""
+	last, terminal := "", isTerminal(std.err)
 	err = flash.Write(ctx, image, st.Size(), target, func(phase string, done, total int64) {
-		if line := fmt.Sprintf("%-6s %3d %%", phase, done*100/total); line != last {
+		if line := fmt.Sprintf("%-6s %3d %%", phase, done*100/total); terminal && line != last {
 			last = line
 			fmt.Fprintf(std.err, "\r%s", line)
 		}
 	})
-	fmt.Fprintln(std.err)
-	if err != nil {
+	if last != "" {
+		fmt.Fprintln(std.err)
+	}
+	switch {
+	case err != nil && ctx.Err() != nil:
+		return fmt.Errorf("image flash: stopped: %s is not complete, flash it again", rest[1])
+	case err != nil:
 		return fmt.Errorf("image flash: %w", err)
 	}
 	fmt.Fprintf(std.out, "%s holds %s, and was read back\n", rest[1], rest[0])
 	return nil
+}
+
+// isTerminal reports whether w is a screen, where a line can be written over.
+func isTerminal(w io.Writer) bool {
+	f, ok := w.(*os.File)
+	if !ok {
+		return false
+	}
+	_, err := unix.IoctlGetTermios(int(f.Fd()), unix.TCGETS)
+	return err == nil
 }

@@ -3,15 +3,21 @@ package main
 import (
 	"bytes"
 	"context"
+	"errors"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
 	"time"
 
+	"github.com/google/uuid"
+
+	"github.com/better-compute/site-appliance/appliance/agent/trust"
+	"github.com/better-compute/site-appliance/appliance/base/secret"
 	"github.com/better-compute/site-appliance/image/builder"
 	"github.com/better-compute/site-appliance/image/customize"
 	"github.com/better-compute/site-appliance/image/fat"
+	"github.com/better-compute/site-appliance/image/gpt"
 	"github.com/better-compute/site-appliance/image/layout"
 	"github.com/better-compute/site-appliance/image/manifest"
 )
@@ -51,7 +57,7 @@ func imageCLI(in string, args ...string) (string, error) {
 }
 
 func TestImageCustomize(t *testing.T) {
-	const join = "bc1.AAAAAAAAAAAAAAAAAAAAAAAA"
+	join := trust.Join{URLs: []string{"https://gw.example.net:7443"}, SiteID: "site_1", Token: secret.New([]byte("once"))}.Encode()
 	img := boxImage(t)
 	dir := t.TempDir()
 	put := func(name, text string) string {
@@ -74,6 +80,8 @@ func TestImageCustomize(t *testing.T) {
 		{"file and configuration", "", []string{"--join-file", file, "--config", good, img, copyPath}, ""},
 		{"configuration alone", "", []string{"--config", good, img, copyPath}, ""},
 		{"unknown key", join, []string{"--join-file", "-", "--config", bad, img, copyPath}, `bad.toml:4: unknown key "uplink.interfce"`},
+		{"half a join string", join[:len(join)-5], []string{"--join-file", "-", img, copyPath}, "join string is damaged"},
+		{"nothing on standard input", "", []string{"--join-file", "-", img, copyPath}, "the input is empty"},
 		{"no join string", "hello", []string{"--join-file", "-", img, copyPath}, "not a join string"},
 		{"nothing to do", "", []string{img, copyPath}, "give --join-file"},
 		{"a join string as argument", "", []string{"--join", join, img, copyPath}, "not defined"},
@@ -98,7 +106,17 @@ func TestImageCustomize(t *testing.T) {
 
 func TestImageVerifyAndFlash(t *testing.T) {
 	dir := t.TempDir()
-	if err := os.WriteFile(filepath.Join(dir, "site.img"), []byte("0123456789"), 0o644); err != nil {
+	img := filepath.Join(dir, "site.img")
+	disk, err := os.Create(img)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer disk.Close()
+	table, err := gpt.New(uuid.New(), 4<<20, layout.Sector)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := errors.Join(disk.Truncate(4<<20), table.Write(disk)); err != nil {
 		t.Fatal(err)
 	}
 	f, err := manifest.Describe(dir, "site.img")
@@ -112,16 +130,31 @@ func TestImageVerifyAndFlash(t *testing.T) {
 		t.Errorf("verify = %q, %v", out, err)
 	}
 	to := filepath.Join(dir, "disk")
-	if _, err := imageCLI("", "flash", filepath.Join(dir, "site.img"), to); err != nil {
+	if _, err := imageCLI("", "flash", img, to); err != nil {
 		t.Errorf("flash = %v", err)
 	}
-	if got, err := os.ReadFile(to); err != nil || string(got) != "0123456789" {
-		t.Errorf("the flashed file holds %q, %v", got, err)
+	if got, err := manifest.Describe(dir, "disk"); err != nil || got.SHA256 != f.SHA256 {
+		t.Errorf("the flashed file = %+v, %v, want the image's %s", got, err, f.SHA256)
 	}
-	if _, err := imageCLI("", "flash", filepath.Join(dir, "site.img"), "/dev/null"); err == nil {
-		t.Error("flash to /dev/null = nil")
+	text, link := filepath.Join(dir, "text"), filepath.Join(dir, "link")
+	if err := errors.Join(os.WriteFile(text, []byte("no image"), 0o644), os.Symlink(img, link)); err != nil {
+		t.Fatal(err)
 	}
-	if err := os.WriteFile(filepath.Join(dir, "site.img"), []byte("0123456780"), 0o644); err != nil {
+	for _, tt := range []struct{ image, disk, want string }{
+		{img, "/dev/null", "neither a disk nor a file"},
+		{img, link, "is the image itself"},
+		{text, to, "not a whole disk image"},
+	} {
+		if _, err := imageCLI("", "flash", tt.image, tt.disk); err == nil || !strings.Contains(err.Error(), tt.want) {
+			t.Errorf("flash %s to %s = %v, want %q", tt.image, tt.disk, err, tt.want)
+		}
+	}
+	for _, name := range []string{"site.img", "disk"} {
+		if got, err := manifest.Describe(dir, name); err != nil || got.SHA256 != f.SHA256 {
+			t.Errorf("after refusals %s = %+v, %v: it was changed", name, got, err)
+		}
+	}
+	if _, err := disk.WriteAt([]byte("x"), 1<<20); err != nil {
 		t.Fatal(err)
 	}
 	if _, err := imageCLI("", "verify", dir); err == nil || !strings.Contains(err.Error(), "digest") {

@@ -10,7 +10,9 @@ import (
 	"io"
 	"os"
 	"os/signal"
+	"strconv"
 	"syscall"
+	"time"
 )
 
 // Set by the linker.
@@ -51,7 +53,11 @@ func runVersion(_ context.Context, args []string, std stdio) error {
 	if _, err := newFlags("version", std).parse(args, 0, 0); err != nil {
 		return err
 	}
-	_, err := fmt.Fprintf(std.out, "%s (built at %s)\n", version, buildTime)
+	built := buildTime
+	if seconds, err := strconv.ParseInt(buildTime, 10, 64); err == nil {
+		built = time.Unix(seconds, 0).UTC().Format(time.RFC3339)
+	}
+	_, err := fmt.Fprintf(std.out, "%s (built at %s)\n", version, built)
 	return err
 }
 

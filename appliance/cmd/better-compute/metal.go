@@ -31,6 +31,7 @@ func metalEnroll(ctx context.Context, args []string, std stdio) error {
 	options := f.String("options", "", "driver options, a `JSON` object")
 	uuid := f.String("uuid", "", "the machine's product `UUID`")
 	f.Var(&macs, "mac", "`MAC` of a port that the machine boots from; may be given several times")
+	f.need("pool", "driver", "address", "credentials")
 	rest, c, err := f.begin(args, 1, 1)
 	if err != nil {
 		return err
@@ -179,6 +180,7 @@ func metalDeploy(ctx context.Context, args []string, std stdio) error {
 	hostname := f.String("hostname", "", "the deployed machine's host `name` (default: the machine's name)")
 	wait := f.Bool("wait", false, "follow the steps to the end")
 	f.Var(&keyFiles, "ssh-key-file", "`file` of SSH public keys, one a line; may be given several times")
+	f.need("image", "disk-serial")
 	rest, c, err := f.begin(args, 1, 1)
 	if err != nil {
 		return err

@@ -16,6 +16,7 @@ func runPool(ctx context.Context, args []string, std stdio) error {
 func poolAdd(ctx context.Context, args []string, std stdio) error {
 	f := newCall("pool add NAME --site SITE", std)
 	site := f.String("site", "", "the `site`'s name or id")
+	f.need("site")
 	rest, c, err := f.begin(args, 1, 1)
 	if err != nil {
 		return err

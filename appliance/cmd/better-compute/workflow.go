@@ -99,11 +99,13 @@ func follow(ctx context.Context, c *client, std stdio, id string) error {
 	states := map[string]string{}
 	progress, progressAt := "", time.Time{}
 	var lost time.Time
+	// Whoever stops to look on does not stop the workflow.
+	stopped := fmt.Errorf("stopped watching; the workflow goes on: better-compute workflow watch %s", id)
 	for {
 		res, err := call(ctx, c.workflows().Get, &computev1.GetWorkflowRequest{TenantId: c.tenant, Id: id})
 		switch {
 		case err != nil && ctx.Err() != nil:
-			return ctx.Err()
+			return stopped
 		case err != nil && connect.CodeOf(err) == connect.CodeUnavailable && (lost.IsZero() || time.Since(lost) < gatewayGrace):
 			if lost.IsZero() {
 				lost = time.Now()
@@ -137,7 +139,7 @@ func follow(ctx context.Context, c *client, std stdio, id string) error {
 		}
 		select {
 		case <-ctx.Done():
-			return ctx.Err()
+			return stopped
 		case <-time.After(followEvery):
 		}
 	}
