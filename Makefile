@@ -23,7 +23,7 @@ build: ## out/bin: bcd, better-compute, bcx-ipmi
 	@mkdir -p out/bin
 	$(GOBUILD) -o out/bin/ ./appliance/cmd/bcd ./appliance/cmd/better-compute ./plugins/cmd/bcx-ipmi
 
-image: deps build ## out/$(BOARD): site.img, site.efi, node.raw.zst, manifest.json
+image: deps build ## out/BOARD: site.img, site.efi, node.raw.zst, manifest.json
 	out/bin/better-compute image build --board $(BOARD) --version $(VERSION) --out out/$(BOARD)
 
 demo: image ## the main job on real parts, with a timeline; KEEP=1 leaves it running
@@ -39,7 +39,7 @@ check: deps ## format, vet, staticcheck, layering, generated code up to date
 bench: image ## peers side by side; writes out/bench.tsv (ONLY=prefix)
 	@go run ./scripts/bench -only "$(ONLY)"
 
-soak: ## the long tests: power cuts, kill loops, fuzzing
+soak: ## the long tests: so far the fuzzing of every parser
 	@scripts/soak
 
 spec: ## what the specification's map holds so far

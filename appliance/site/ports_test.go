@@ -52,7 +52,7 @@ address = "10.2.0.1/24"
 			"", map[int]string{0: "eth1", 1: "eth2"}, []string{`uplink: no interface is named "eth0"`}, ""},
 		{"one card for two lans", text + "[[lan]]\ninterface = \"eth1\"\naddress = \"10.3.0.1/24\"\n", []port{there("eth0"), there("eth1", "10.1.0.1/24"), there("eth2", "10.2.0.1/24")},
 			"eth0", map[int]string{0: "eth1", 1: "eth2"}, []string{"lan 3: eth1 is another lan already"}, ""},
-		{"the uplink is a lan", "[uplink]\ninterface = \"eth1\"\n[[lan]]\ninterface = \"eth1\"\naddress = \"10.1.0.1/24\"\n", []port{there("eth1", "10.1.0.1/24")},
+		{"the uplink is a lan", "[uplink]\nmac = \"52:54:00:00:00:01\"\n[[lan]]\ninterface = \"eth1\"\naddress = \"10.1.0.1/24\"\n", []port{there("eth1", "10.1.0.1/24")},
 			"", map[int]string{0: "eth1"}, []string{"uplink: eth1 is a lan already"}, ""},
 	} {
 		cfg, err := config.ParseSite("site.toml", []byte(tt.text))

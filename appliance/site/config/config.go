@@ -3,6 +3,7 @@
 package config
 
 import (
+	"cmp"
 	"errors"
 	"fmt"
 	"net"
@@ -170,6 +171,9 @@ func decode(name string, data []byte, into any) error {
 	meta, err := toml.Decode(string(data), into)
 	var perr toml.ParseError
 	if errors.As(err, &perr) {
+		if perr.LastKey != "" {
+			return fmt.Errorf("%s:%d: %.100s: %s", name, perr.Position.Line, perr.LastKey, strings.TrimPrefix(perr.Error(), "toml: "))
+		}
 		return fmt.Errorf("%s:%d: %s", name, perr.Position.Line, perr.Message)
 	}
 	if err != nil {
@@ -226,10 +230,16 @@ func (s *Site) check() error {
 			return fmt.Errorf("uplink.dns holds %q: want IP addresses", d)
 		}
 	}
+	ports := map[string]string{s.Uplink.id(): "uplink"}
 	for i, l := range s.LAN {
-		if err := l.checkLAN(fmt.Sprintf("lan %d", i+1)); err != nil {
+		where := fmt.Sprintf("lan %d", i+1)
+		if err := l.checkLAN(where); err != nil {
 			return err
 		}
+		if other := ports[l.id()]; other != "" {
+			return fmt.Errorf("%s: %s is %s's too: each port has one use", where, cmp.Or(l.MAC, l.Interface), other)
+		}
+		ports[l.id()] = where
 	}
 	for lane, n := range s.Lanes {
 		known := false
@@ -247,6 +257,14 @@ func (s *Site) check() error {
 		return fmt.Errorf("cache.max_bytes = %d: want 0 or more", s.Cache.MaxBytes)
 	}
 	return nil
+}
+
+// id is one string for one port; a port that nothing picks has "".
+func (p Port) id() string {
+	if mac, err := net.ParseMAC(p.MAC); err == nil {
+		return mac.String()
+	}
+	return p.Interface
 }
 
 func (p Port) check(where string) error {

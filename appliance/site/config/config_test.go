@@ -45,6 +45,10 @@ func TestParseSite(t *testing.T) {
 func TestParseSiteErrors(t *testing.T) {
 	for _, tt := range []struct{ old, new, want string }{
 		{`privileged =`, `privilegd =`, `site.toml:15: unknown key "plugins.privilegd"`},
+		{`"52:54:00:00:00:02"`, `"52:54:00:00:00:02"` + "\naddress = \"10.77.1.1/24\"\n[[lan]]\nmac = \"52:54:00:00:00:02\"", "is lan 1's too"},
+		{`interface = "up0"`, `mac = "52:54:00:00:00:02"`, "lan 1: 52:54:00:00:00:02 is uplink's too"},
+		{`"10.77.0.1/24"`, `"10.77.0.1"`, "site.toml:9: lan.address: "},
+		{"power = 4", `power = "four"`, `line 18 (last key "lanes.power")`},
 		{"[lanes]\npower", "[lanez]\npower", `site.toml:17: unknown key "lanez"`},
 		{`"52:54:00:00:00:02"`, `"52:54"`, "mac = "},
 		{`"10.77.0.200"]`, `"10.78.0.200"]`, "outside of 10.77.0.0/24"},
