@@ -95,8 +95,8 @@ func run(ctx context.Context, args []string, out, log io.Writer) error {
 	only := flags.String("only", "", "measure only the rows whose names begin with this")
 	path := flags.String("out", "out/bench.tsv", "the table")
 	s := settings{log: log}
-	flags.IntVar(&s.rounds, "rounds", 5, "how often each is measured, in turn; the median counts")
-	flags.Int64Var(&s.sizeMiB, "size", 512, "the size of a disk image, in MiB")
+	flags.IntVar(&s.rounds, "rounds", 3, "how often each is measured, in turn; the median counts")
+	flags.Int64Var(&s.sizeMiB, "size", 2048, "the size of a disk image, in MiB")
 	flags.StringVar(&s.dir, "dir", "out", "a folder on the disk that is written to")
 	flags.StringVar(&s.memory, "memory", "/dev/shm", "a folder in memory, where images are read from")
 	if err := flags.Parse(args); err != nil {
