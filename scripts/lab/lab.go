@@ -15,6 +15,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/better-compute/site-appliance/appliance/base/atomicfile"
 	"github.com/better-compute/site-appliance/bmc/bmctest"
 	"github.com/better-compute/site-appliance/image/qemutest"
 )
@@ -254,7 +255,8 @@ func (l *Lab) WritePlugins(dir string) error {
 	if err != nil {
 		return err
 	}
-	if err := os.WriteFile(filepath.Join(dir, "bcx-ipmi"), data, 0o755); err != nil {
+	// By rename: a plugin of the site before may still run from the old file.
+	if err := atomicfile.Write(filepath.Join(dir, "bcx-ipmi"), data, 0o755); err != nil {
 		return err
 	}
 	sum := sha256.Sum256(data)
