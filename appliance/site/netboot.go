@@ -1,13 +1,14 @@
 package site
 
 import (
+	"cmp"
 	"context"
 	"crypto/rand"
-	"crypto/x509"
 	"encoding/json"
 	"errors"
 	"fmt"
 	"io"
+	"net"
 	"net/http"
 	"net/url"
 	"time"
@@ -16,7 +17,6 @@ import (
 
 	"github.com/better-compute/site-appliance/appliance/agent"
 	"github.com/better-compute/site-appliance/appliance/agent/bootinfo"
-	"github.com/better-compute/site-appliance/appliance/agent/trust"
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/pxe/newc"
@@ -53,37 +53,18 @@ func (s *site) bootArchive(l lan) func(context.Context, *pxev1.Machine) ([]byte,
 		if err != nil {
 			return nil, err
 		}
-		info, err := bootInfo(bundle)
-		if err != nil {
-			return nil, err
-		}
-		info.MachineID, info.SiteID, info.Voucher = m.MachineId, s.agent.SiteID(), voucher
-		info.Via = fmt.Sprintf("%s:%d", l.Address.Addr(), PassthroughPort)
-		info.Artifacts = fmt.Sprintf("http://%s/artifacts/", l.Address.Addr())
-		data, err := json.Marshal(info)
+		ca, roots := bundle.CASPKI(), bundle.RootSet()
+		data, err := json.Marshal(bootinfo.Info{
+			MachineID: m.MachineId, SiteID: s.agent.SiteID(), Voucher: voucher,
+			GatewayURLs: bundle.URLs(), CASPKI: ca[:], RootSet: roots[:],
+			Via:       fmt.Sprintf("%s:%d", l.Address.Addr(), PassthroughPort),
+			Artifacts: fmt.Sprintf("http://%s/artifacts/", l.Address.Addr()),
+		})
 		if err != nil {
 			return nil, err
 		}
 		return newc.BootArchive(bootinfo.Path, data), nil
 	}
-}
-
-// bootInfo takes from the trust bundle what a machine pins.
-func bootInfo(bundle *trust.Bundle) (bootinfo.Info, error) {
-	var payload agentv1.TrustBundle
-	if err := proto.Unmarshal(bundle.Raw().Payload, &payload); err != nil {
-		return bootinfo.Info{}, fmt.Errorf("read trust bundle: %w", err)
-	}
-	if len(payload.GatewayCas) == 0 {
-		return bootinfo.Info{}, errors.New("the trust bundle names no gateway CA")
-	}
-	ca, err := x509.ParseCertificate(payload.GatewayCas[0])
-	if err != nil {
-		return bootinfo.Info{}, fmt.Errorf("read gateway CA: %w", err)
-	}
-	spki := trust.SPKI(ca)
-	roots := bundle.RootSet()
-	return bootinfo.Info{GatewayURLs: payload.GatewayUrls, CASPKI: spki[:], RootSet: roots[:]}, nil
 }
 
 // gatewayAddrs are the only places that the passthrough leads to.
@@ -98,11 +79,7 @@ func (s *site) gatewayAddrs() []string {
 		if err != nil {
 			continue
 		}
-		port := u.Port()
-		if port == "" {
-			port = "443"
-		}
-		addrs = append(addrs, u.Hostname()+":"+port)
+		addrs = append(addrs, net.JoinHostPort(u.Hostname(), cmp.Or(u.Port(), "443")))
 	}
 	return addrs
 }

@@ -297,6 +297,9 @@ func (b *Bundle) CAs() *x509.CertPool {
 	return pool
 }
 
+// CASPKI is the SPKI of the first CA, the one to pin: a bundle has at least one.
+func (b *Bundle) CASPKI() [32]byte { return SPKI(b.cas[0]) }
+
 // URLs are the gateway's, in the order in which to try them.
 func (b *Bundle) URLs() []string { return slices.Clone(b.content.GetGatewayUrls()) }
 
