@@ -11,8 +11,6 @@
 package journal
 
 import (
-	"crypto/rand"
-	"encoding/hex"
 	"encoding/json"
 	"fmt"
 	"sync"
@@ -86,7 +84,7 @@ type record struct {
 func Open(path string) (*Journal, error) {
 	j := &Journal{entries: map[string]*Entry{}}
 	if path == "" {
-		j.epoch = newEpoch()
+		j.epoch = reclog.NewEpoch()
 		return j, nil
 	}
 	log, records, damaged, err := reclog.OpenOrSalvage(path)
@@ -109,19 +107,13 @@ func Open(path string) (*Journal, error) {
 		}
 	}
 	if j.epoch == "" {
-		j.epoch = newEpoch()
+		j.epoch = reclog.NewEpoch()
 		if err := log.Replace(j.records()); err != nil {
 			log.Close()
 			return nil, fmt.Errorf("begin journal: %w", err)
 		}
 	}
 	return j, nil
-}
-
-func newEpoch() string {
-	var b [16]byte
-	rand.Read(b[:])
-	return hex.EncodeToString(b[:])
 }
 
 // replay applies one stored record. Records were checked when they were

@@ -3,8 +3,6 @@
 package outbox
 
 import (
-	"crypto/rand"
-	"encoding/hex"
 	"encoding/json"
 	"errors"
 	"fmt"
@@ -71,7 +69,7 @@ type record struct {
 func Open(path string, limit int, now func() time.Time) (*Outbox, error) {
 	o := &Outbox{limit: limit, now: now, wake: make(chan struct{}, 1), next: 1}
 	if path == "" {
-		o.epoch = newEpoch()
+		o.epoch = reclog.NewEpoch()
 		return o, nil
 	}
 	log, records, damaged, err := reclog.OpenOrSalvage(path)
@@ -88,19 +86,13 @@ func Open(path string, limit int, now func() time.Time) (*Outbox, error) {
 		}
 	}
 	if o.damaged || o.epoch == "" {
-		o.epoch = newEpoch()
+		o.epoch = reclog.NewEpoch()
 		if err := o.compact(); err != nil {
 			log.Close()
 			return nil, fmt.Errorf("begin events: %w", err)
 		}
 	}
 	return o, nil
-}
-
-func newEpoch() string {
-	var b [16]byte
-	rand.Read(b[:])
-	return hex.EncodeToString(b[:])
 }
 
 func (o *Outbox) replay(data []byte) error {
@@ -255,7 +247,7 @@ func (o *Outbox) write(r record, sync bool) error {
 // disk, so another epoch begins.
 func (o *Outbox) leaveDisk(err error) {
 	o.log.Close()
-	o.log, o.lost, o.epoch = nil, err, newEpoch()
+	o.log, o.lost, o.epoch = nil, err, reclog.NewEpoch()
 }
 
 // compact rewrites the file with what is pending.

@@ -3,7 +3,9 @@
 package reclog
 
 import (
+	"crypto/rand"
 	"encoding/binary"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"hash/crc32"
@@ -141,6 +143,14 @@ func holdsRecord(data []byte) bool {
 		}
 	}
 	return false
+}
+
+// NewEpoch names a file that begins: a reader who knows another name knows that
+// what came before is gone.
+func NewEpoch() string {
+	var b [16]byte
+	rand.Read(b[:])
+	return hex.EncodeToString(b[:])
 }
 
 // Encode appends a record in its stored form to buf.
