@@ -2705,6 +2705,572 @@ func (x *LocateResponse) GetExpiresMs() int64 {
 	return 0
 }
 
+type GetSpecRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetSpecRequest) Reset() {
+	*x = GetSpecRequest{}
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[33]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetSpecRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetSpecRequest) ProtoMessage() {}
+
+func (x *GetSpecRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[33]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetSpecRequest.ProtoReflect.Descriptor instead.
+func (*GetSpecRequest) Descriptor() ([]byte, []int) {
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{33}
+}
+
+type GetSpecResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Spec          *NodeSpec              `protobuf:"bytes,1,opt,name=spec,proto3" json:"spec,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetSpecResponse) Reset() {
+	*x = GetSpecResponse{}
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[34]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetSpecResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetSpecResponse) ProtoMessage() {}
+
+func (x *GetSpecResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[34]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetSpecResponse.ProtoReflect.Descriptor instead.
+func (*GetSpecResponse) Descriptor() ([]byte, []int) {
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{34}
+}
+
+func (x *GetSpecResponse) GetSpec() *NodeSpec {
+	if x != nil {
+		return x.Spec
+	}
+	return nil
+}
+
+type NodeSpec struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	MachineId string                 `protobuf:"bytes,1,opt,name=machine_id,json=machineId,proto3" json:"machine_id,omitempty"`
+	Name      string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	// Who drives the machine, by kind.
+	Drivers         map[string]*DriverBinding `protobuf:"bytes,3,rep,name=drivers,proto3" json:"drivers,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	HardwareProfile string                    `protobuf:"bytes,4,opt,name=hardware_profile,json=hardwareProfile,proto3" json:"hardware_profile,omitempty"`
+	// BIOS settings and RAID layout of the hardware profile, JSON objects; empty: none.
+	BiosJson      string `protobuf:"bytes,5,opt,name=bios_json,json=biosJson,proto3" json:"bios_json,omitempty"`
+	RaidJson      string `protobuf:"bytes,6,opt,name=raid_json,json=raidJson,proto3" json:"raid_json,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *NodeSpec) Reset() {
+	*x = NodeSpec{}
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[35]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *NodeSpec) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*NodeSpec) ProtoMessage() {}
+
+func (x *NodeSpec) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[35]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use NodeSpec.ProtoReflect.Descriptor instead.
+func (*NodeSpec) Descriptor() ([]byte, []int) {
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{35}
+}
+
+func (x *NodeSpec) GetMachineId() string {
+	if x != nil {
+		return x.MachineId
+	}
+	return ""
+}
+
+func (x *NodeSpec) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *NodeSpec) GetDrivers() map[string]*DriverBinding {
+	if x != nil {
+		return x.Drivers
+	}
+	return nil
+}
+
+func (x *NodeSpec) GetHardwareProfile() string {
+	if x != nil {
+		return x.HardwareProfile
+	}
+	return ""
+}
+
+func (x *NodeSpec) GetBiosJson() string {
+	if x != nil {
+		return x.BiosJson
+	}
+	return ""
+}
+
+func (x *NodeSpec) GetRaidJson() string {
+	if x != nil {
+		return x.RaidJson
+	}
+	return ""
+}
+
+// DriverBinding says which driver serves a kind.
+type DriverBinding struct {
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Driver string                 `protobuf:"bytes,1,opt,name=driver,proto3" json:"driver,omitempty"`
+	// A JSON object; empty: none. Credentials are secret:// references.
+	ConfigJson    string `protobuf:"bytes,2,opt,name=config_json,json=configJson,proto3" json:"config_json,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DriverBinding) Reset() {
+	*x = DriverBinding{}
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[36]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DriverBinding) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DriverBinding) ProtoMessage() {}
+
+func (x *DriverBinding) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[36]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DriverBinding.ProtoReflect.Descriptor instead.
+func (*DriverBinding) Descriptor() ([]byte, []int) {
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{36}
+}
+
+func (x *DriverBinding) GetDriver() string {
+	if x != nil {
+		return x.Driver
+	}
+	return ""
+}
+
+func (x *DriverBinding) GetConfigJson() string {
+	if x != nil {
+		return x.ConfigJson
+	}
+	return ""
+}
+
+// InstanceSpec is one thing that a node is to run.
+type InstanceSpec struct {
+	state      protoimpl.MessageState `protogen:"open.v1"`
+	InstanceId string                 `protobuf:"bytes,1,opt,name=instance_id,json=instanceId,proto3" json:"instance_id,omitempty"`
+	Name       string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	// A runtime's driver id.
+	Runtime string `protobuf:"bytes,3,opt,name=runtime,proto3" json:"runtime,omitempty"`
+	// A JSON object, the runtime's own.
+	SpecJson string `protobuf:"bytes,4,opt,name=spec_json,json=specJson,proto3" json:"spec_json,omitempty"`
+	// Rises with every change; an older one never replaces a newer.
+	Generation    uint64 `protobuf:"varint,5,opt,name=generation,proto3" json:"generation,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *InstanceSpec) Reset() {
+	*x = InstanceSpec{}
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[37]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *InstanceSpec) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*InstanceSpec) ProtoMessage() {}
+
+func (x *InstanceSpec) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[37]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use InstanceSpec.ProtoReflect.Descriptor instead.
+func (*InstanceSpec) Descriptor() ([]byte, []int) {
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{37}
+}
+
+func (x *InstanceSpec) GetInstanceId() string {
+	if x != nil {
+		return x.InstanceId
+	}
+	return ""
+}
+
+func (x *InstanceSpec) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *InstanceSpec) GetRuntime() string {
+	if x != nil {
+		return x.Runtime
+	}
+	return ""
+}
+
+func (x *InstanceSpec) GetSpecJson() string {
+	if x != nil {
+		return x.SpecJson
+	}
+	return ""
+}
+
+func (x *InstanceSpec) GetGeneration() uint64 {
+	if x != nil {
+		return x.Generation
+	}
+	return 0
+}
+
+// InstanceApplyRequest is the argument of instance.apply.
+type InstanceApplyRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Instance      *InstanceSpec          `protobuf:"bytes,1,opt,name=instance,proto3" json:"instance,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *InstanceApplyRequest) Reset() {
+	*x = InstanceApplyRequest{}
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[38]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *InstanceApplyRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*InstanceApplyRequest) ProtoMessage() {}
+
+func (x *InstanceApplyRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[38]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use InstanceApplyRequest.ProtoReflect.Descriptor instead.
+func (*InstanceApplyRequest) Descriptor() ([]byte, []int) {
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{38}
+}
+
+func (x *InstanceApplyRequest) GetInstance() *InstanceSpec {
+	if x != nil {
+		return x.Instance
+	}
+	return nil
+}
+
+// InstanceRemoveRequest is the argument of instance.remove.
+type InstanceRemoveRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	InstanceId    string                 `protobuf:"bytes,1,opt,name=instance_id,json=instanceId,proto3" json:"instance_id,omitempty"`
+	Generation    uint64                 `protobuf:"varint,2,opt,name=generation,proto3" json:"generation,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *InstanceRemoveRequest) Reset() {
+	*x = InstanceRemoveRequest{}
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[39]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *InstanceRemoveRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*InstanceRemoveRequest) ProtoMessage() {}
+
+func (x *InstanceRemoveRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[39]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use InstanceRemoveRequest.ProtoReflect.Descriptor instead.
+func (*InstanceRemoveRequest) Descriptor() ([]byte, []int) {
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{39}
+}
+
+func (x *InstanceRemoveRequest) GetInstanceId() string {
+	if x != nil {
+		return x.InstanceId
+	}
+	return ""
+}
+
+func (x *InstanceRemoveRequest) GetGeneration() uint64 {
+	if x != nil {
+		return x.Generation
+	}
+	return 0
+}
+
+// InstanceListRequest is the argument of instance.list.
+type InstanceListRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *InstanceListRequest) Reset() {
+	*x = InstanceListRequest{}
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[40]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *InstanceListRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*InstanceListRequest) ProtoMessage() {}
+
+func (x *InstanceListRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[40]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use InstanceListRequest.ProtoReflect.Descriptor instead.
+func (*InstanceListRequest) Descriptor() ([]byte, []int) {
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{40}
+}
+
+type InstanceStatus struct {
+	state      protoimpl.MessageState `protogen:"open.v1"`
+	InstanceId string                 `protobuf:"bytes,1,opt,name=instance_id,json=instanceId,proto3" json:"instance_id,omitempty"`
+	Runtime    string                 `protobuf:"bytes,2,opt,name=runtime,proto3" json:"runtime,omitempty"`
+	// "pending", "running", "stopped", "failed" or "removing".
+	State      string `protobuf:"bytes,3,opt,name=state,proto3" json:"state,omitempty"`
+	Message    string `protobuf:"bytes,4,opt,name=message,proto3" json:"message,omitempty"`
+	Generation uint64 `protobuf:"varint,5,opt,name=generation,proto3" json:"generation,omitempty"`
+	// It runs, but nobody asked for it.
+	Orphan        bool `protobuf:"varint,6,opt,name=orphan,proto3" json:"orphan,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *InstanceStatus) Reset() {
+	*x = InstanceStatus{}
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[41]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *InstanceStatus) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*InstanceStatus) ProtoMessage() {}
+
+func (x *InstanceStatus) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[41]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use InstanceStatus.ProtoReflect.Descriptor instead.
+func (*InstanceStatus) Descriptor() ([]byte, []int) {
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{41}
+}
+
+func (x *InstanceStatus) GetInstanceId() string {
+	if x != nil {
+		return x.InstanceId
+	}
+	return ""
+}
+
+func (x *InstanceStatus) GetRuntime() string {
+	if x != nil {
+		return x.Runtime
+	}
+	return ""
+}
+
+func (x *InstanceStatus) GetState() string {
+	if x != nil {
+		return x.State
+	}
+	return ""
+}
+
+func (x *InstanceStatus) GetMessage() string {
+	if x != nil {
+		return x.Message
+	}
+	return ""
+}
+
+func (x *InstanceStatus) GetGeneration() uint64 {
+	if x != nil {
+		return x.Generation
+	}
+	return 0
+}
+
+func (x *InstanceStatus) GetOrphan() bool {
+	if x != nil {
+		return x.Orphan
+	}
+	return false
+}
+
+// InstanceResult answers instance.apply, instance.remove and instance.list.
+type InstanceResult struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Instances     []*InstanceStatus      `protobuf:"bytes,1,rep,name=instances,proto3" json:"instances,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *InstanceResult) Reset() {
+	*x = InstanceResult{}
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[42]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *InstanceResult) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*InstanceResult) ProtoMessage() {}
+
+func (x *InstanceResult) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[42]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use InstanceResult.ProtoReflect.Descriptor instead.
+func (*InstanceResult) Descriptor() ([]byte, []int) {
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{42}
+}
+
+func (x *InstanceResult) GetInstances() []*InstanceStatus {
+	if x != nil {
+		return x.Instances
+	}
+	return nil
+}
+
 var File_appliance_api_agentv1_agent_proto protoreflect.FileDescriptor
 
 const file_appliance_api_agentv1_agent_proto_rawDesc = "" +
@@ -2944,7 +3510,55 @@ const file_appliance_api_agentv1_agent_proto_rawDesc = "" +
 	"\rchunks_sha256\x18\x06 \x01(\tR\fchunksSha256\x12\x12\n" +
 	"\x04urls\x18\a \x03(\tR\x04urls\x12\x1d\n" +
 	"\n" +
-	"expires_ms\x18\b \x01(\x03R\texpiresMs*L\n" +
+	"expires_ms\x18\b \x01(\x03R\texpiresMs\"\x10\n" +
+	"\x0eGetSpecRequest\"G\n" +
+	"\x0fGetSpecResponse\x124\n" +
+	"\x04spec\x18\x01 \x01(\v2 .bettercompute.agent.v1.NodeSpecR\x04spec\"\xce\x02\n" +
+	"\bNodeSpec\x12\x1d\n" +
+	"\n" +
+	"machine_id\x18\x01 \x01(\tR\tmachineId\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12G\n" +
+	"\adrivers\x18\x03 \x03(\v2-.bettercompute.agent.v1.NodeSpec.DriversEntryR\adrivers\x12)\n" +
+	"\x10hardware_profile\x18\x04 \x01(\tR\x0fhardwareProfile\x12\x1b\n" +
+	"\tbios_json\x18\x05 \x01(\tR\bbiosJson\x12\x1b\n" +
+	"\traid_json\x18\x06 \x01(\tR\braidJson\x1aa\n" +
+	"\fDriversEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12;\n" +
+	"\x05value\x18\x02 \x01(\v2%.bettercompute.agent.v1.DriverBindingR\x05value:\x028\x01\"H\n" +
+	"\rDriverBinding\x12\x16\n" +
+	"\x06driver\x18\x01 \x01(\tR\x06driver\x12\x1f\n" +
+	"\vconfig_json\x18\x02 \x01(\tR\n" +
+	"configJson\"\x9a\x01\n" +
+	"\fInstanceSpec\x12\x1f\n" +
+	"\vinstance_id\x18\x01 \x01(\tR\n" +
+	"instanceId\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12\x18\n" +
+	"\aruntime\x18\x03 \x01(\tR\aruntime\x12\x1b\n" +
+	"\tspec_json\x18\x04 \x01(\tR\bspecJson\x12\x1e\n" +
+	"\n" +
+	"generation\x18\x05 \x01(\x04R\n" +
+	"generation\"X\n" +
+	"\x14InstanceApplyRequest\x12@\n" +
+	"\binstance\x18\x01 \x01(\v2$.bettercompute.agent.v1.InstanceSpecR\binstance\"X\n" +
+	"\x15InstanceRemoveRequest\x12\x1f\n" +
+	"\vinstance_id\x18\x01 \x01(\tR\n" +
+	"instanceId\x12\x1e\n" +
+	"\n" +
+	"generation\x18\x02 \x01(\x04R\n" +
+	"generation\"\x15\n" +
+	"\x13InstanceListRequest\"\xb3\x01\n" +
+	"\x0eInstanceStatus\x12\x1f\n" +
+	"\vinstance_id\x18\x01 \x01(\tR\n" +
+	"instanceId\x12\x18\n" +
+	"\aruntime\x18\x02 \x01(\tR\aruntime\x12\x14\n" +
+	"\x05state\x18\x03 \x01(\tR\x05state\x12\x18\n" +
+	"\amessage\x18\x04 \x01(\tR\amessage\x12\x1e\n" +
+	"\n" +
+	"generation\x18\x05 \x01(\x04R\n" +
+	"generation\x12\x16\n" +
+	"\x06orphan\x18\x06 \x01(\bR\x06orphan\"V\n" +
+	"\x0eInstanceResult\x12D\n" +
+	"\tinstances\x18\x01 \x03(\v2&.bettercompute.agent.v1.InstanceStatusR\tinstances*L\n" +
 	"\x04Role\x12\x14\n" +
 	"\x10ROLE_UNSPECIFIED\x10\x00\x12\r\n" +
 	"\tROLE_SITE\x10\x01\x12\x10\n" +
@@ -2958,7 +3572,9 @@ const file_appliance_api_agentv1_agent_proto_rawDesc = "" +
 	"\rSecretService\x12Z\n" +
 	"\aResolve\x12&.bettercompute.agent.v1.ResolveRequest\x1a'.bettercompute.agent.v1.ResolveResponse2j\n" +
 	"\x0fArtifactService\x12W\n" +
-	"\x06Locate\x12%.bettercompute.agent.v1.LocateRequest\x1a&.bettercompute.agent.v1.LocateResponseBHZFgithub.com/better-compute/site-appliance/appliance/api/agentv1;agentv1b\x06proto3"
+	"\x06Locate\x12%.bettercompute.agent.v1.LocateRequest\x1a&.bettercompute.agent.v1.LocateResponse2i\n" +
+	"\vNodeService\x12Z\n" +
+	"\aGetSpec\x12&.bettercompute.agent.v1.GetSpecRequest\x1a'.bettercompute.agent.v1.GetSpecResponseBHZFgithub.com/better-compute/site-appliance/appliance/api/agentv1;agentv1b\x06proto3"
 
 var (
 	file_appliance_api_agentv1_agent_proto_rawDescOnce sync.Once
@@ -2973,45 +3589,56 @@ func file_appliance_api_agentv1_agent_proto_rawDescGZIP() []byte {
 }
 
 var file_appliance_api_agentv1_agent_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_appliance_api_agentv1_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 36)
+var file_appliance_api_agentv1_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 47)
 var file_appliance_api_agentv1_agent_proto_goTypes = []any{
-	(Role)(0),                // 0: bettercompute.agent.v1.Role
-	(*Signature)(nil),        // 1: bettercompute.agent.v1.Signature
-	(*SignedBundle)(nil),     // 2: bettercompute.agent.v1.SignedBundle
-	(*TrustBundle)(nil),      // 3: bettercompute.agent.v1.TrustBundle
-	(*QuorumPolicy)(nil),     // 4: bettercompute.agent.v1.QuorumPolicy
-	(*EnrollRequest)(nil),    // 5: bettercompute.agent.v1.EnrollRequest
-	(*EnrollResponse)(nil),   // 6: bettercompute.agent.v1.EnrollResponse
-	(*RenewRequest)(nil),     // 7: bettercompute.agent.v1.RenewRequest
-	(*RenewResponse)(nil),    // 8: bettercompute.agent.v1.RenewResponse
-	(*SignedVoucher)(nil),    // 9: bettercompute.agent.v1.SignedVoucher
-	(*Voucher)(nil),          // 10: bettercompute.agent.v1.Voucher
-	(*AgentFrame)(nil),       // 11: bettercompute.agent.v1.AgentFrame
-	(*GatewayFrame)(nil),     // 12: bettercompute.agent.v1.GatewayFrame
-	(*Hello)(nil),            // 13: bettercompute.agent.v1.Hello
-	(*AdvertisedDriver)(nil), // 14: bettercompute.agent.v1.AdvertisedDriver
-	(*OpenCommand)(nil),      // 15: bettercompute.agent.v1.OpenCommand
-	(*Welcome)(nil),          // 16: bettercompute.agent.v1.Welcome
-	(*SignedCommand)(nil),    // 17: bettercompute.agent.v1.SignedCommand
-	(*CommandPayload)(nil),   // 18: bettercompute.agent.v1.CommandPayload
-	(*CommandAck)(nil),       // 19: bettercompute.agent.v1.CommandAck
-	(*CommandProgress)(nil),  // 20: bettercompute.agent.v1.CommandProgress
-	(*CommandResult)(nil),    // 21: bettercompute.agent.v1.CommandResult
-	(*Error)(nil),            // 22: bettercompute.agent.v1.Error
-	(*Cancel)(nil),           // 23: bettercompute.agent.v1.Cancel
-	(*ResultAck)(nil),        // 24: bettercompute.agent.v1.ResultAck
-	(*Event)(nil),            // 25: bettercompute.agent.v1.Event
-	(*EventAck)(nil),         // 26: bettercompute.agent.v1.EventAck
-	(*Credit)(nil),           // 27: bettercompute.agent.v1.Credit
-	(*Heartbeat)(nil),        // 28: bettercompute.agent.v1.Heartbeat
-	(*Close)(nil),            // 29: bettercompute.agent.v1.Close
-	(*ResolveRequest)(nil),   // 30: bettercompute.agent.v1.ResolveRequest
-	(*ResolveResponse)(nil),  // 31: bettercompute.agent.v1.ResolveResponse
-	(*LocateRequest)(nil),    // 32: bettercompute.agent.v1.LocateRequest
-	(*LocateResponse)(nil),   // 33: bettercompute.agent.v1.LocateResponse
-	nil,                      // 34: bettercompute.agent.v1.Hello.LanesEntry
-	nil,                      // 35: bettercompute.agent.v1.Credit.LanesEntry
-	nil,                      // 36: bettercompute.agent.v1.ResolveResponse.ValuesEntry
+	(Role)(0),                     // 0: bettercompute.agent.v1.Role
+	(*Signature)(nil),             // 1: bettercompute.agent.v1.Signature
+	(*SignedBundle)(nil),          // 2: bettercompute.agent.v1.SignedBundle
+	(*TrustBundle)(nil),           // 3: bettercompute.agent.v1.TrustBundle
+	(*QuorumPolicy)(nil),          // 4: bettercompute.agent.v1.QuorumPolicy
+	(*EnrollRequest)(nil),         // 5: bettercompute.agent.v1.EnrollRequest
+	(*EnrollResponse)(nil),        // 6: bettercompute.agent.v1.EnrollResponse
+	(*RenewRequest)(nil),          // 7: bettercompute.agent.v1.RenewRequest
+	(*RenewResponse)(nil),         // 8: bettercompute.agent.v1.RenewResponse
+	(*SignedVoucher)(nil),         // 9: bettercompute.agent.v1.SignedVoucher
+	(*Voucher)(nil),               // 10: bettercompute.agent.v1.Voucher
+	(*AgentFrame)(nil),            // 11: bettercompute.agent.v1.AgentFrame
+	(*GatewayFrame)(nil),          // 12: bettercompute.agent.v1.GatewayFrame
+	(*Hello)(nil),                 // 13: bettercompute.agent.v1.Hello
+	(*AdvertisedDriver)(nil),      // 14: bettercompute.agent.v1.AdvertisedDriver
+	(*OpenCommand)(nil),           // 15: bettercompute.agent.v1.OpenCommand
+	(*Welcome)(nil),               // 16: bettercompute.agent.v1.Welcome
+	(*SignedCommand)(nil),         // 17: bettercompute.agent.v1.SignedCommand
+	(*CommandPayload)(nil),        // 18: bettercompute.agent.v1.CommandPayload
+	(*CommandAck)(nil),            // 19: bettercompute.agent.v1.CommandAck
+	(*CommandProgress)(nil),       // 20: bettercompute.agent.v1.CommandProgress
+	(*CommandResult)(nil),         // 21: bettercompute.agent.v1.CommandResult
+	(*Error)(nil),                 // 22: bettercompute.agent.v1.Error
+	(*Cancel)(nil),                // 23: bettercompute.agent.v1.Cancel
+	(*ResultAck)(nil),             // 24: bettercompute.agent.v1.ResultAck
+	(*Event)(nil),                 // 25: bettercompute.agent.v1.Event
+	(*EventAck)(nil),              // 26: bettercompute.agent.v1.EventAck
+	(*Credit)(nil),                // 27: bettercompute.agent.v1.Credit
+	(*Heartbeat)(nil),             // 28: bettercompute.agent.v1.Heartbeat
+	(*Close)(nil),                 // 29: bettercompute.agent.v1.Close
+	(*ResolveRequest)(nil),        // 30: bettercompute.agent.v1.ResolveRequest
+	(*ResolveResponse)(nil),       // 31: bettercompute.agent.v1.ResolveResponse
+	(*LocateRequest)(nil),         // 32: bettercompute.agent.v1.LocateRequest
+	(*LocateResponse)(nil),        // 33: bettercompute.agent.v1.LocateResponse
+	(*GetSpecRequest)(nil),        // 34: bettercompute.agent.v1.GetSpecRequest
+	(*GetSpecResponse)(nil),       // 35: bettercompute.agent.v1.GetSpecResponse
+	(*NodeSpec)(nil),              // 36: bettercompute.agent.v1.NodeSpec
+	(*DriverBinding)(nil),         // 37: bettercompute.agent.v1.DriverBinding
+	(*InstanceSpec)(nil),          // 38: bettercompute.agent.v1.InstanceSpec
+	(*InstanceApplyRequest)(nil),  // 39: bettercompute.agent.v1.InstanceApplyRequest
+	(*InstanceRemoveRequest)(nil), // 40: bettercompute.agent.v1.InstanceRemoveRequest
+	(*InstanceListRequest)(nil),   // 41: bettercompute.agent.v1.InstanceListRequest
+	(*InstanceStatus)(nil),        // 42: bettercompute.agent.v1.InstanceStatus
+	(*InstanceResult)(nil),        // 43: bettercompute.agent.v1.InstanceResult
+	nil,                           // 44: bettercompute.agent.v1.Hello.LanesEntry
+	nil,                           // 45: bettercompute.agent.v1.Credit.LanesEntry
+	nil,                           // 46: bettercompute.agent.v1.ResolveResponse.ValuesEntry
+	nil,                           // 47: bettercompute.agent.v1.NodeSpec.DriversEntry
 }
 var file_appliance_api_agentv1_agent_proto_depIdxs = []int32{
 	1,  // 0: bettercompute.agent.v1.SignedBundle.signatures:type_name -> bettercompute.agent.v1.Signature
@@ -3035,27 +3662,34 @@ var file_appliance_api_agentv1_agent_proto_depIdxs = []int32{
 	28, // 18: bettercompute.agent.v1.GatewayFrame.heartbeat:type_name -> bettercompute.agent.v1.Heartbeat
 	0,  // 19: bettercompute.agent.v1.Hello.role:type_name -> bettercompute.agent.v1.Role
 	14, // 20: bettercompute.agent.v1.Hello.drivers:type_name -> bettercompute.agent.v1.AdvertisedDriver
-	34, // 21: bettercompute.agent.v1.Hello.lanes:type_name -> bettercompute.agent.v1.Hello.LanesEntry
+	44, // 21: bettercompute.agent.v1.Hello.lanes:type_name -> bettercompute.agent.v1.Hello.LanesEntry
 	15, // 22: bettercompute.agent.v1.Hello.open:type_name -> bettercompute.agent.v1.OpenCommand
 	2,  // 23: bettercompute.agent.v1.Welcome.bundles:type_name -> bettercompute.agent.v1.SignedBundle
 	22, // 24: bettercompute.agent.v1.CommandResult.error:type_name -> bettercompute.agent.v1.Error
-	35, // 25: bettercompute.agent.v1.Credit.lanes:type_name -> bettercompute.agent.v1.Credit.LanesEntry
-	36, // 26: bettercompute.agent.v1.ResolveResponse.values:type_name -> bettercompute.agent.v1.ResolveResponse.ValuesEntry
-	5,  // 27: bettercompute.agent.v1.EnrolmentService.Enroll:input_type -> bettercompute.agent.v1.EnrollRequest
-	7,  // 28: bettercompute.agent.v1.EnrolmentService.Renew:input_type -> bettercompute.agent.v1.RenewRequest
-	11, // 29: bettercompute.agent.v1.SessionService.Connect:input_type -> bettercompute.agent.v1.AgentFrame
-	30, // 30: bettercompute.agent.v1.SecretService.Resolve:input_type -> bettercompute.agent.v1.ResolveRequest
-	32, // 31: bettercompute.agent.v1.ArtifactService.Locate:input_type -> bettercompute.agent.v1.LocateRequest
-	6,  // 32: bettercompute.agent.v1.EnrolmentService.Enroll:output_type -> bettercompute.agent.v1.EnrollResponse
-	8,  // 33: bettercompute.agent.v1.EnrolmentService.Renew:output_type -> bettercompute.agent.v1.RenewResponse
-	12, // 34: bettercompute.agent.v1.SessionService.Connect:output_type -> bettercompute.agent.v1.GatewayFrame
-	31, // 35: bettercompute.agent.v1.SecretService.Resolve:output_type -> bettercompute.agent.v1.ResolveResponse
-	33, // 36: bettercompute.agent.v1.ArtifactService.Locate:output_type -> bettercompute.agent.v1.LocateResponse
-	32, // [32:37] is the sub-list for method output_type
-	27, // [27:32] is the sub-list for method input_type
-	27, // [27:27] is the sub-list for extension type_name
-	27, // [27:27] is the sub-list for extension extendee
-	0,  // [0:27] is the sub-list for field type_name
+	45, // 25: bettercompute.agent.v1.Credit.lanes:type_name -> bettercompute.agent.v1.Credit.LanesEntry
+	46, // 26: bettercompute.agent.v1.ResolveResponse.values:type_name -> bettercompute.agent.v1.ResolveResponse.ValuesEntry
+	36, // 27: bettercompute.agent.v1.GetSpecResponse.spec:type_name -> bettercompute.agent.v1.NodeSpec
+	47, // 28: bettercompute.agent.v1.NodeSpec.drivers:type_name -> bettercompute.agent.v1.NodeSpec.DriversEntry
+	38, // 29: bettercompute.agent.v1.InstanceApplyRequest.instance:type_name -> bettercompute.agent.v1.InstanceSpec
+	42, // 30: bettercompute.agent.v1.InstanceResult.instances:type_name -> bettercompute.agent.v1.InstanceStatus
+	37, // 31: bettercompute.agent.v1.NodeSpec.DriversEntry.value:type_name -> bettercompute.agent.v1.DriverBinding
+	5,  // 32: bettercompute.agent.v1.EnrolmentService.Enroll:input_type -> bettercompute.agent.v1.EnrollRequest
+	7,  // 33: bettercompute.agent.v1.EnrolmentService.Renew:input_type -> bettercompute.agent.v1.RenewRequest
+	11, // 34: bettercompute.agent.v1.SessionService.Connect:input_type -> bettercompute.agent.v1.AgentFrame
+	30, // 35: bettercompute.agent.v1.SecretService.Resolve:input_type -> bettercompute.agent.v1.ResolveRequest
+	32, // 36: bettercompute.agent.v1.ArtifactService.Locate:input_type -> bettercompute.agent.v1.LocateRequest
+	34, // 37: bettercompute.agent.v1.NodeService.GetSpec:input_type -> bettercompute.agent.v1.GetSpecRequest
+	6,  // 38: bettercompute.agent.v1.EnrolmentService.Enroll:output_type -> bettercompute.agent.v1.EnrollResponse
+	8,  // 39: bettercompute.agent.v1.EnrolmentService.Renew:output_type -> bettercompute.agent.v1.RenewResponse
+	12, // 40: bettercompute.agent.v1.SessionService.Connect:output_type -> bettercompute.agent.v1.GatewayFrame
+	31, // 41: bettercompute.agent.v1.SecretService.Resolve:output_type -> bettercompute.agent.v1.ResolveResponse
+	33, // 42: bettercompute.agent.v1.ArtifactService.Locate:output_type -> bettercompute.agent.v1.LocateResponse
+	35, // 43: bettercompute.agent.v1.NodeService.GetSpec:output_type -> bettercompute.agent.v1.GetSpecResponse
+	38, // [38:44] is the sub-list for method output_type
+	32, // [32:38] is the sub-list for method input_type
+	32, // [32:32] is the sub-list for extension type_name
+	32, // [32:32] is the sub-list for extension extendee
+	0,  // [0:32] is the sub-list for field type_name
 }
 
 func init() { file_appliance_api_agentv1_agent_proto_init() }
@@ -3095,9 +3729,9 @@ func file_appliance_api_agentv1_agent_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_appliance_api_agentv1_agent_proto_rawDesc), len(file_appliance_api_agentv1_agent_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   36,
+			NumMessages:   47,
 			NumExtensions: 0,
-			NumServices:   4,
+			NumServices:   5,
 		},
 		GoTypes:           file_appliance_api_agentv1_agent_proto_goTypes,
 		DependencyIndexes: file_appliance_api_agentv1_agent_proto_depIdxs,

@@ -12,6 +12,7 @@ package computev1
 import (
 	protoreflect "google.golang.org/protobuf/reflect/protoreflect"
 	protoimpl "google.golang.org/protobuf/runtime/protoimpl"
+	structpb "google.golang.org/protobuf/types/known/structpb"
 	reflect "reflect"
 	sync "sync"
 	unsafe "unsafe"
@@ -316,6 +317,7 @@ type Pool struct {
 	Id            string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
 	Name          string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
 	SiteId        string                 `protobuf:"bytes,3,opt,name=site_id,json=siteId,proto3" json:"site_id,omitempty"`
+	Policy        *PoolPolicy            `protobuf:"bytes,4,opt,name=policy,proto3" json:"policy,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -371,19 +373,72 @@ func (x *Pool) GetSiteId() string {
 	return ""
 }
 
+func (x *Pool) GetPolicy() *PoolPolicy {
+	if x != nil {
+		return x.Policy
+	}
+	return nil
+}
+
+type PoolPolicy struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The hardware profile of the pool's machines; empty: none.
+	HardwareProfile string `protobuf:"bytes,1,opt,name=hardware_profile,json=hardwareProfile,proto3" json:"hardware_profile,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
+}
+
+func (x *PoolPolicy) Reset() {
+	*x = PoolPolicy{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PoolPolicy) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PoolPolicy) ProtoMessage() {}
+
+func (x *PoolPolicy) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PoolPolicy.ProtoReflect.Descriptor instead.
+func (*PoolPolicy) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *PoolPolicy) GetHardwareProfile() string {
+	if x != nil {
+		return x.HardwareProfile
+	}
+	return ""
+}
+
 type AddPoolRequest struct {
 	state    protoimpl.MessageState `protogen:"open.v1"`
 	TenantId string                 `protobuf:"bytes,1,opt,name=tenant_id,json=tenantId,proto3" json:"tenant_id,omitempty"`
 	Name     string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
 	// A site's id or name.
-	Site          string `protobuf:"bytes,3,opt,name=site,proto3" json:"site,omitempty"`
+	Site          string      `protobuf:"bytes,3,opt,name=site,proto3" json:"site,omitempty"`
+	Policy        *PoolPolicy `protobuf:"bytes,4,opt,name=policy,proto3" json:"policy,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *AddPoolRequest) Reset() {
 	*x = AddPoolRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[6]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -395,7 +450,7 @@ func (x *AddPoolRequest) String() string {
 func (*AddPoolRequest) ProtoMessage() {}
 
 func (x *AddPoolRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[6]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -408,7 +463,7 @@ func (x *AddPoolRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AddPoolRequest.ProtoReflect.Descriptor instead.
 func (*AddPoolRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{6}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *AddPoolRequest) GetTenantId() string {
@@ -432,6 +487,13 @@ func (x *AddPoolRequest) GetSite() string {
 	return ""
 }
 
+func (x *AddPoolRequest) GetPolicy() *PoolPolicy {
+	if x != nil {
+		return x.Policy
+	}
+	return nil
+}
+
 type AddPoolResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Pool          *Pool                  `protobuf:"bytes,1,opt,name=pool,proto3" json:"pool,omitempty"`
@@ -441,7 +503,7 @@ type AddPoolResponse struct {
 
 func (x *AddPoolResponse) Reset() {
 	*x = AddPoolResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[7]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -453,7 +515,7 @@ func (x *AddPoolResponse) String() string {
 func (*AddPoolResponse) ProtoMessage() {}
 
 func (x *AddPoolResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[7]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -466,7 +528,7 @@ func (x *AddPoolResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AddPoolResponse.ProtoReflect.Descriptor instead.
 func (*AddPoolResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{7}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *AddPoolResponse) GetPool() *Pool {
@@ -485,7 +547,7 @@ type ListPoolsRequest struct {
 
 func (x *ListPoolsRequest) Reset() {
 	*x = ListPoolsRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[8]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -497,7 +559,7 @@ func (x *ListPoolsRequest) String() string {
 func (*ListPoolsRequest) ProtoMessage() {}
 
 func (x *ListPoolsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[8]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -510,7 +572,7 @@ func (x *ListPoolsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListPoolsRequest.ProtoReflect.Descriptor instead.
 func (*ListPoolsRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{8}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *ListPoolsRequest) GetTenantId() string {
@@ -529,7 +591,7 @@ type ListPoolsResponse struct {
 
 func (x *ListPoolsResponse) Reset() {
 	*x = ListPoolsResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[9]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -541,7 +603,7 @@ func (x *ListPoolsResponse) String() string {
 func (*ListPoolsResponse) ProtoMessage() {}
 
 func (x *ListPoolsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[9]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -554,7 +616,7 @@ func (x *ListPoolsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListPoolsResponse.ProtoReflect.Descriptor instead.
 func (*ListPoolsResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{9}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *ListPoolsResponse) GetItems() []*Pool {
@@ -575,7 +637,7 @@ type PutSecretRequest struct {
 
 func (x *PutSecretRequest) Reset() {
 	*x = PutSecretRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[10]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -587,7 +649,7 @@ func (x *PutSecretRequest) String() string {
 func (*PutSecretRequest) ProtoMessage() {}
 
 func (x *PutSecretRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[10]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -600,7 +662,7 @@ func (x *PutSecretRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PutSecretRequest.ProtoReflect.Descriptor instead.
 func (*PutSecretRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{10}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *PutSecretRequest) GetTenantId() string {
@@ -634,7 +696,7 @@ type PutSecretResponse struct {
 
 func (x *PutSecretResponse) Reset() {
 	*x = PutSecretResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[11]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -646,7 +708,7 @@ func (x *PutSecretResponse) String() string {
 func (*PutSecretResponse) ProtoMessage() {}
 
 func (x *PutSecretResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[11]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -659,7 +721,7 @@ func (x *PutSecretResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PutSecretResponse.ProtoReflect.Descriptor instead.
 func (*PutSecretResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{11}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *PutSecretResponse) GetRef() string {
@@ -682,7 +744,7 @@ type Bmc struct {
 
 func (x *Bmc) Reset() {
 	*x = Bmc{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[12]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -694,7 +756,7 @@ func (x *Bmc) String() string {
 func (*Bmc) ProtoMessage() {}
 
 func (x *Bmc) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[12]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -707,7 +769,7 @@ func (x *Bmc) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Bmc.ProtoReflect.Descriptor instead.
 func (*Bmc) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{12}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *Bmc) GetDriver() string {
@@ -758,16 +820,19 @@ type Machine struct {
 	// What the ramdisk reported, as JSON; empty before the first inspection.
 	HardwareJson string `protobuf:"bytes,8,opt,name=hardware_json,json=hardwareJson,proto3" json:"hardware_json,omitempty"`
 	// The agent that stands for the machine now (ramdisk or node), and its role.
-	AgentId       string `protobuf:"bytes,9,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"`
-	AgentRole     string `protobuf:"bytes,10,opt,name=agent_role,json=agentRole,proto3" json:"agent_role,omitempty"`
-	AgentOnline   bool   `protobuf:"varint,11,opt,name=agent_online,json=agentOnline,proto3" json:"agent_online,omitempty"`
-	unknownFields protoimpl.UnknownFields
-	sizeCache     protoimpl.SizeCache
+	AgentId     string `protobuf:"bytes,9,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"`
+	AgentRole   string `protobuf:"bytes,10,opt,name=agent_role,json=agentRole,proto3" json:"agent_role,omitempty"`
+	AgentOnline bool   `protobuf:"varint,11,opt,name=agent_online,json=agentOnline,proto3" json:"agent_online,omitempty"`
+	// Who drives the machine, by kind.
+	Drivers         map[string]*DriverBinding `protobuf:"bytes,12,rep,name=drivers,proto3" json:"drivers,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	HardwareProfile string                    `protobuf:"bytes,13,opt,name=hardware_profile,json=hardwareProfile,proto3" json:"hardware_profile,omitempty"`
+	unknownFields   protoimpl.UnknownFields
+	sizeCache       protoimpl.SizeCache
 }
 
 func (x *Machine) Reset() {
 	*x = Machine{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[13]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -779,7 +844,7 @@ func (x *Machine) String() string {
 func (*Machine) ProtoMessage() {}
 
 func (x *Machine) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[13]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -792,7 +857,7 @@ func (x *Machine) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Machine.ProtoReflect.Descriptor instead.
 func (*Machine) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{13}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *Machine) GetId() string {
@@ -872,22 +937,94 @@ func (x *Machine) GetAgentOnline() bool {
 	return false
 }
 
+func (x *Machine) GetDrivers() map[string]*DriverBinding {
+	if x != nil {
+		return x.Drivers
+	}
+	return nil
+}
+
+func (x *Machine) GetHardwareProfile() string {
+	if x != nil {
+		return x.HardwareProfile
+	}
+	return ""
+}
+
+// DriverBinding says which driver serves a kind of one machine.
+type DriverBinding struct {
+	state  protoimpl.MessageState `protogen:"open.v1"`
+	Driver string                 `protobuf:"bytes,1,opt,name=driver,proto3" json:"driver,omitempty"`
+	// A JSON object; empty: none. Credentials are secret:// references.
+	ConfigJson    string `protobuf:"bytes,2,opt,name=config_json,json=configJson,proto3" json:"config_json,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *DriverBinding) Reset() {
+	*x = DriverBinding{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *DriverBinding) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*DriverBinding) ProtoMessage() {}
+
+func (x *DriverBinding) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use DriverBinding.ProtoReflect.Descriptor instead.
+func (*DriverBinding) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *DriverBinding) GetDriver() string {
+	if x != nil {
+		return x.Driver
+	}
+	return ""
+}
+
+func (x *DriverBinding) GetConfigJson() string {
+	if x != nil {
+		return x.ConfigJson
+	}
+	return ""
+}
+
 type EnrollMachineRequest struct {
 	state    protoimpl.MessageState `protogen:"open.v1"`
 	TenantId string                 `protobuf:"bytes,1,opt,name=tenant_id,json=tenantId,proto3" json:"tenant_id,omitempty"`
 	Name     string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
 	// A pool's id or name.
-	Pool          string   `protobuf:"bytes,3,opt,name=pool,proto3" json:"pool,omitempty"`
-	Bmc           *Bmc     `protobuf:"bytes,4,opt,name=bmc,proto3" json:"bmc,omitempty"`
-	Macs          []string `protobuf:"bytes,5,rep,name=macs,proto3" json:"macs,omitempty"`
-	ProductUuid   string   `protobuf:"bytes,6,opt,name=product_uuid,json=productUuid,proto3" json:"product_uuid,omitempty"`
+	Pool        string   `protobuf:"bytes,3,opt,name=pool,proto3" json:"pool,omitempty"`
+	Bmc         *Bmc     `protobuf:"bytes,4,opt,name=bmc,proto3" json:"bmc,omitempty"`
+	Macs        []string `protobuf:"bytes,5,rep,name=macs,proto3" json:"macs,omitempty"`
+	ProductUuid string   `protobuf:"bytes,6,opt,name=product_uuid,json=productUuid,proto3" json:"product_uuid,omitempty"`
+	// Overrides the pool's policy; empty: the pool's.
+	HardwareProfile string `protobuf:"bytes,7,opt,name=hardware_profile,json=hardwareProfile,proto3" json:"hardware_profile,omitempty"`
+	// Overrides profile and BMC, by kind.
+	Drivers       map[string]*DriverBinding `protobuf:"bytes,8,rep,name=drivers,proto3" json:"drivers,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *EnrollMachineRequest) Reset() {
 	*x = EnrollMachineRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[14]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -899,7 +1036,7 @@ func (x *EnrollMachineRequest) String() string {
 func (*EnrollMachineRequest) ProtoMessage() {}
 
 func (x *EnrollMachineRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[14]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -912,7 +1049,7 @@ func (x *EnrollMachineRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EnrollMachineRequest.ProtoReflect.Descriptor instead.
 func (*EnrollMachineRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{14}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *EnrollMachineRequest) GetTenantId() string {
@@ -957,6 +1094,20 @@ func (x *EnrollMachineRequest) GetProductUuid() string {
 	return ""
 }
 
+func (x *EnrollMachineRequest) GetHardwareProfile() string {
+	if x != nil {
+		return x.HardwareProfile
+	}
+	return ""
+}
+
+func (x *EnrollMachineRequest) GetDrivers() map[string]*DriverBinding {
+	if x != nil {
+		return x.Drivers
+	}
+	return nil
+}
+
 type EnrollMachineResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Machine       *Machine               `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"`
@@ -966,7 +1117,7 @@ type EnrollMachineResponse struct {
 
 func (x *EnrollMachineResponse) Reset() {
 	*x = EnrollMachineResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[15]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -978,7 +1129,7 @@ func (x *EnrollMachineResponse) String() string {
 func (*EnrollMachineResponse) ProtoMessage() {}
 
 func (x *EnrollMachineResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[15]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -991,7 +1142,7 @@ func (x *EnrollMachineResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EnrollMachineResponse.ProtoReflect.Descriptor instead.
 func (*EnrollMachineResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{15}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *EnrollMachineResponse) GetMachine() *Machine {
@@ -1010,7 +1161,7 @@ type ListMachinesRequest struct {
 
 func (x *ListMachinesRequest) Reset() {
 	*x = ListMachinesRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[16]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1022,7 +1173,7 @@ func (x *ListMachinesRequest) String() string {
 func (*ListMachinesRequest) ProtoMessage() {}
 
 func (x *ListMachinesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[16]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1035,7 +1186,7 @@ func (x *ListMachinesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListMachinesRequest.ProtoReflect.Descriptor instead.
 func (*ListMachinesRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{16}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *ListMachinesRequest) GetTenantId() string {
@@ -1054,7 +1205,7 @@ type ListMachinesResponse struct {
 
 func (x *ListMachinesResponse) Reset() {
 	*x = ListMachinesResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[17]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1066,7 +1217,7 @@ func (x *ListMachinesResponse) String() string {
 func (*ListMachinesResponse) ProtoMessage() {}
 
 func (x *ListMachinesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[17]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1079,7 +1230,7 @@ func (x *ListMachinesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListMachinesResponse.ProtoReflect.Descriptor instead.
 func (*ListMachinesResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{17}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *ListMachinesResponse) GetItems() []*Machine {
@@ -1100,7 +1251,7 @@ type GetMachineRequest struct {
 
 func (x *GetMachineRequest) Reset() {
 	*x = GetMachineRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[18]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1112,7 +1263,7 @@ func (x *GetMachineRequest) String() string {
 func (*GetMachineRequest) ProtoMessage() {}
 
 func (x *GetMachineRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[18]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1125,7 +1276,7 @@ func (x *GetMachineRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetMachineRequest.ProtoReflect.Descriptor instead.
 func (*GetMachineRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{18}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *GetMachineRequest) GetTenantId() string {
@@ -1151,7 +1302,7 @@ type GetMachineResponse struct {
 
 func (x *GetMachineResponse) Reset() {
 	*x = GetMachineResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[19]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1163,7 +1314,7 @@ func (x *GetMachineResponse) String() string {
 func (*GetMachineResponse) ProtoMessage() {}
 
 func (x *GetMachineResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[19]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1176,7 +1327,7 @@ func (x *GetMachineResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetMachineResponse.ProtoReflect.Descriptor instead.
 func (*GetMachineResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{19}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *GetMachineResponse) GetMachine() *Machine {
@@ -1196,7 +1347,7 @@ type GetPowerRequest struct {
 
 func (x *GetPowerRequest) Reset() {
 	*x = GetPowerRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[20]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1208,7 +1359,7 @@ func (x *GetPowerRequest) String() string {
 func (*GetPowerRequest) ProtoMessage() {}
 
 func (x *GetPowerRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[20]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1221,7 +1372,7 @@ func (x *GetPowerRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetPowerRequest.ProtoReflect.Descriptor instead.
 func (*GetPowerRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{20}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *GetPowerRequest) GetTenantId() string {
@@ -1248,7 +1399,7 @@ type GetPowerResponse struct {
 
 func (x *GetPowerResponse) Reset() {
 	*x = GetPowerResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[21]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1260,7 +1411,7 @@ func (x *GetPowerResponse) String() string {
 func (*GetPowerResponse) ProtoMessage() {}
 
 func (x *GetPowerResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[21]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1273,7 +1424,7 @@ func (x *GetPowerResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetPowerResponse.ProtoReflect.Descriptor instead.
 func (*GetPowerResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{21}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *GetPowerResponse) GetPower() string {
@@ -1295,7 +1446,7 @@ type SetPowerRequest struct {
 
 func (x *SetPowerRequest) Reset() {
 	*x = SetPowerRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[22]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1307,7 +1458,7 @@ func (x *SetPowerRequest) String() string {
 func (*SetPowerRequest) ProtoMessage() {}
 
 func (x *SetPowerRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[22]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1320,7 +1471,7 @@ func (x *SetPowerRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetPowerRequest.ProtoReflect.Descriptor instead.
 func (*SetPowerRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{22}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *SetPowerRequest) GetTenantId() string {
@@ -1353,7 +1504,7 @@ type SetPowerResponse struct {
 
 func (x *SetPowerResponse) Reset() {
 	*x = SetPowerResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[23]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1365,7 +1516,7 @@ func (x *SetPowerResponse) String() string {
 func (*SetPowerResponse) ProtoMessage() {}
 
 func (x *SetPowerResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[23]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1378,7 +1529,7 @@ func (x *SetPowerResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetPowerResponse.ProtoReflect.Descriptor instead.
 func (*SetPowerResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{23}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *SetPowerResponse) GetCommandId() string {
@@ -1402,7 +1553,7 @@ type SetBootDeviceRequest struct {
 
 func (x *SetBootDeviceRequest) Reset() {
 	*x = SetBootDeviceRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[24]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1414,7 +1565,7 @@ func (x *SetBootDeviceRequest) String() string {
 func (*SetBootDeviceRequest) ProtoMessage() {}
 
 func (x *SetBootDeviceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[24]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1427,7 +1578,7 @@ func (x *SetBootDeviceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetBootDeviceRequest.ProtoReflect.Descriptor instead.
 func (*SetBootDeviceRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{24}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *SetBootDeviceRequest) GetTenantId() string {
@@ -1474,7 +1625,7 @@ type SetBootDeviceResponse struct {
 
 func (x *SetBootDeviceResponse) Reset() {
 	*x = SetBootDeviceResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[25]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1486,7 +1637,7 @@ func (x *SetBootDeviceResponse) String() string {
 func (*SetBootDeviceResponse) ProtoMessage() {}
 
 func (x *SetBootDeviceResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[25]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1499,7 +1650,7 @@ func (x *SetBootDeviceResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetBootDeviceResponse.ProtoReflect.Descriptor instead.
 func (*SetBootDeviceResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{25}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *SetBootDeviceResponse) GetCommandId() string {
@@ -1519,7 +1670,7 @@ type InspectRequest struct {
 
 func (x *InspectRequest) Reset() {
 	*x = InspectRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[26]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1531,7 +1682,7 @@ func (x *InspectRequest) String() string {
 func (*InspectRequest) ProtoMessage() {}
 
 func (x *InspectRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[26]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1544,7 +1695,7 @@ func (x *InspectRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InspectRequest.ProtoReflect.Descriptor instead.
 func (*InspectRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{26}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *InspectRequest) GetTenantId() string {
@@ -1570,7 +1721,7 @@ type InspectResponse struct {
 
 func (x *InspectResponse) Reset() {
 	*x = InspectResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[27]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1582,7 +1733,7 @@ func (x *InspectResponse) String() string {
 func (*InspectResponse) ProtoMessage() {}
 
 func (x *InspectResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[27]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1595,7 +1746,7 @@ func (x *InspectResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InspectResponse.ProtoReflect.Descriptor instead.
 func (*InspectResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{27}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *InspectResponse) GetWorkflowId() string {
@@ -1620,7 +1771,7 @@ type DeployRequest struct {
 
 func (x *DeployRequest) Reset() {
 	*x = DeployRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[28]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1632,7 +1783,7 @@ func (x *DeployRequest) String() string {
 func (*DeployRequest) ProtoMessage() {}
 
 func (x *DeployRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[28]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1645,7 +1796,7 @@ func (x *DeployRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeployRequest.ProtoReflect.Descriptor instead.
 func (*DeployRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{28}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *DeployRequest) GetTenantId() string {
@@ -1699,7 +1850,7 @@ type DeployResponse struct {
 
 func (x *DeployResponse) Reset() {
 	*x = DeployResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[29]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1711,7 +1862,7 @@ func (x *DeployResponse) String() string {
 func (*DeployResponse) ProtoMessage() {}
 
 func (x *DeployResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[29]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1724,7 +1875,7 @@ func (x *DeployResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeployResponse.ProtoReflect.Descriptor instead.
 func (*DeployResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{29}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *DeployResponse) GetWorkflowId() string {
@@ -1750,7 +1901,7 @@ type Workflow struct {
 
 func (x *Workflow) Reset() {
 	*x = Workflow{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[30]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1762,7 +1913,7 @@ func (x *Workflow) String() string {
 func (*Workflow) ProtoMessage() {}
 
 func (x *Workflow) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[30]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1775,7 +1926,7 @@ func (x *Workflow) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Workflow.ProtoReflect.Descriptor instead.
 func (*Workflow) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{30}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *Workflow) GetId() string {
@@ -1837,14 +1988,16 @@ type Step struct {
 	StartedMs int64  `protobuf:"varint,4,opt,name=started_ms,json=startedMs,proto3" json:"started_ms,omitempty"`
 	EndedMs   int64  `protobuf:"varint,5,opt,name=ended_ms,json=endedMs,proto3" json:"ended_ms,omitempty"`
 	// The latest progress of a running step.
-	Progress      string `protobuf:"bytes,6,opt,name=progress,proto3" json:"progress,omitempty"`
+	Progress string `protobuf:"bytes,6,opt,name=progress,proto3" json:"progress,omitempty"`
+	// What a done step answered, as JSON; empty: nothing.
+	ResultJson    string `protobuf:"bytes,7,opt,name=result_json,json=resultJson,proto3" json:"result_json,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Step) Reset() {
 	*x = Step{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[31]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1856,7 +2009,7 @@ func (x *Step) String() string {
 func (*Step) ProtoMessage() {}
 
 func (x *Step) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[31]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1869,7 +2022,7 @@ func (x *Step) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Step.ProtoReflect.Descriptor instead.
 func (*Step) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{31}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *Step) GetId() string {
@@ -1914,6 +2067,207 @@ func (x *Step) GetProgress() string {
 	return ""
 }
 
+func (x *Step) GetResultJson() string {
+	if x != nil {
+		return x.ResultJson
+	}
+	return ""
+}
+
+type StartWorkflowRequest struct {
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	TenantId string                 `protobuf:"bytes,1,opt,name=tenant_id,json=tenantId,proto3" json:"tenant_id,omitempty"`
+	// A profile that a module or the gateway's configuration names.
+	Profile string `protobuf:"bytes,2,opt,name=profile,proto3" json:"profile,omitempty"`
+	// A machine's id or name.
+	Machine       string `protobuf:"bytes,3,opt,name=machine,proto3" json:"machine,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StartWorkflowRequest) Reset() {
+	*x = StartWorkflowRequest{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[34]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StartWorkflowRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StartWorkflowRequest) ProtoMessage() {}
+
+func (x *StartWorkflowRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[34]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StartWorkflowRequest.ProtoReflect.Descriptor instead.
+func (*StartWorkflowRequest) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{34}
+}
+
+func (x *StartWorkflowRequest) GetTenantId() string {
+	if x != nil {
+		return x.TenantId
+	}
+	return ""
+}
+
+func (x *StartWorkflowRequest) GetProfile() string {
+	if x != nil {
+		return x.Profile
+	}
+	return ""
+}
+
+func (x *StartWorkflowRequest) GetMachine() string {
+	if x != nil {
+		return x.Machine
+	}
+	return ""
+}
+
+type StartWorkflowResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	WorkflowId    string                 `protobuf:"bytes,1,opt,name=workflow_id,json=workflowId,proto3" json:"workflow_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *StartWorkflowResponse) Reset() {
+	*x = StartWorkflowResponse{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[35]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *StartWorkflowResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*StartWorkflowResponse) ProtoMessage() {}
+
+func (x *StartWorkflowResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[35]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use StartWorkflowResponse.ProtoReflect.Descriptor instead.
+func (*StartWorkflowResponse) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{35}
+}
+
+func (x *StartWorkflowResponse) GetWorkflowId() string {
+	if x != nil {
+		return x.WorkflowId
+	}
+	return ""
+}
+
+type CancelWorkflowRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	TenantId      string                 `protobuf:"bytes,1,opt,name=tenant_id,json=tenantId,proto3" json:"tenant_id,omitempty"`
+	Id            string                 `protobuf:"bytes,2,opt,name=id,proto3" json:"id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CancelWorkflowRequest) Reset() {
+	*x = CancelWorkflowRequest{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[36]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CancelWorkflowRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CancelWorkflowRequest) ProtoMessage() {}
+
+func (x *CancelWorkflowRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[36]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CancelWorkflowRequest.ProtoReflect.Descriptor instead.
+func (*CancelWorkflowRequest) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{36}
+}
+
+func (x *CancelWorkflowRequest) GetTenantId() string {
+	if x != nil {
+		return x.TenantId
+	}
+	return ""
+}
+
+func (x *CancelWorkflowRequest) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+type CancelWorkflowResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *CancelWorkflowResponse) Reset() {
+	*x = CancelWorkflowResponse{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[37]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *CancelWorkflowResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*CancelWorkflowResponse) ProtoMessage() {}
+
+func (x *CancelWorkflowResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[37]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use CancelWorkflowResponse.ProtoReflect.Descriptor instead.
+func (*CancelWorkflowResponse) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{37}
+}
+
 type GetWorkflowRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	TenantId      string                 `protobuf:"bytes,1,opt,name=tenant_id,json=tenantId,proto3" json:"tenant_id,omitempty"`
@@ -1924,7 +2278,7 @@ type GetWorkflowRequest struct {
 
 func (x *GetWorkflowRequest) Reset() {
 	*x = GetWorkflowRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[32]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1936,7 +2290,7 @@ func (x *GetWorkflowRequest) String() string {
 func (*GetWorkflowRequest) ProtoMessage() {}
 
 func (x *GetWorkflowRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[32]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1949,7 +2303,7 @@ func (x *GetWorkflowRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetWorkflowRequest.ProtoReflect.Descriptor instead.
 func (*GetWorkflowRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{32}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *GetWorkflowRequest) GetTenantId() string {
@@ -1975,7 +2329,7 @@ type GetWorkflowResponse struct {
 
 func (x *GetWorkflowResponse) Reset() {
 	*x = GetWorkflowResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[33]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1987,7 +2341,7 @@ func (x *GetWorkflowResponse) String() string {
 func (*GetWorkflowResponse) ProtoMessage() {}
 
 func (x *GetWorkflowResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[33]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2000,7 +2354,7 @@ func (x *GetWorkflowResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetWorkflowResponse.ProtoReflect.Descriptor instead.
 func (*GetWorkflowResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{33}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *GetWorkflowResponse) GetWorkflow() *Workflow {
@@ -2019,7 +2373,7 @@ type ListWorkflowsRequest struct {
 
 func (x *ListWorkflowsRequest) Reset() {
 	*x = ListWorkflowsRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[34]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2031,7 +2385,7 @@ func (x *ListWorkflowsRequest) String() string {
 func (*ListWorkflowsRequest) ProtoMessage() {}
 
 func (x *ListWorkflowsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[34]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2044,7 +2398,7 @@ func (x *ListWorkflowsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListWorkflowsRequest.ProtoReflect.Descriptor instead.
 func (*ListWorkflowsRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{34}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *ListWorkflowsRequest) GetTenantId() string {
@@ -2063,7 +2417,7 @@ type ListWorkflowsResponse struct {
 
 func (x *ListWorkflowsResponse) Reset() {
 	*x = ListWorkflowsResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[35]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2075,7 +2429,7 @@ func (x *ListWorkflowsResponse) String() string {
 func (*ListWorkflowsResponse) ProtoMessage() {}
 
 func (x *ListWorkflowsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[35]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2088,7 +2442,7 @@ func (x *ListWorkflowsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListWorkflowsResponse.ProtoReflect.Descriptor instead.
 func (*ListWorkflowsResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{35}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *ListWorkflowsResponse) GetItems() []*Workflow {
@@ -2111,7 +2465,7 @@ type ImportArtifactRequest struct {
 
 func (x *ImportArtifactRequest) Reset() {
 	*x = ImportArtifactRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[36]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2123,7 +2477,7 @@ func (x *ImportArtifactRequest) String() string {
 func (*ImportArtifactRequest) ProtoMessage() {}
 
 func (x *ImportArtifactRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[36]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2136,7 +2490,7 @@ func (x *ImportArtifactRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportArtifactRequest.ProtoReflect.Descriptor instead.
 func (*ImportArtifactRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{36}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *ImportArtifactRequest) GetPart() isImportArtifactRequest_Part {
@@ -2193,7 +2547,7 @@ type ImportHeader struct {
 
 func (x *ImportHeader) Reset() {
 	*x = ImportHeader{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[37]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2205,7 +2559,7 @@ func (x *ImportHeader) String() string {
 func (*ImportHeader) ProtoMessage() {}
 
 func (x *ImportHeader) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[37]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2218,7 +2572,7 @@ func (x *ImportHeader) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportHeader.ProtoReflect.Descriptor instead.
 func (*ImportHeader) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{37}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *ImportHeader) GetTenantId() string {
@@ -2264,7 +2618,7 @@ type Artifact struct {
 
 func (x *Artifact) Reset() {
 	*x = Artifact{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[38]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2276,7 +2630,7 @@ func (x *Artifact) String() string {
 func (*Artifact) ProtoMessage() {}
 
 func (x *Artifact) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[38]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2289,7 +2643,7 @@ func (x *Artifact) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Artifact.ProtoReflect.Descriptor instead.
 func (*Artifact) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{38}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *Artifact) GetName() string {
@@ -2350,7 +2704,7 @@ type ImportArtifactResponse struct {
 
 func (x *ImportArtifactResponse) Reset() {
 	*x = ImportArtifactResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[39]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2362,7 +2716,7 @@ func (x *ImportArtifactResponse) String() string {
 func (*ImportArtifactResponse) ProtoMessage() {}
 
 func (x *ImportArtifactResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[39]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2375,7 +2729,7 @@ func (x *ImportArtifactResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportArtifactResponse.ProtoReflect.Descriptor instead.
 func (*ImportArtifactResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{39}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *ImportArtifactResponse) GetArtifact() *Artifact {
@@ -2394,7 +2748,7 @@ type ListArtifactsRequest struct {
 
 func (x *ListArtifactsRequest) Reset() {
 	*x = ListArtifactsRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[40]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2406,7 +2760,7 @@ func (x *ListArtifactsRequest) String() string {
 func (*ListArtifactsRequest) ProtoMessage() {}
 
 func (x *ListArtifactsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[40]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2419,7 +2773,7 @@ func (x *ListArtifactsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListArtifactsRequest.ProtoReflect.Descriptor instead.
 func (*ListArtifactsRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{40}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *ListArtifactsRequest) GetTenantId() string {
@@ -2438,7 +2792,7 @@ type ListArtifactsResponse struct {
 
 func (x *ListArtifactsResponse) Reset() {
 	*x = ListArtifactsResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[41]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2450,7 +2804,7 @@ func (x *ListArtifactsResponse) String() string {
 func (*ListArtifactsResponse) ProtoMessage() {}
 
 func (x *ListArtifactsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[41]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2463,7 +2817,7 @@ func (x *ListArtifactsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListArtifactsResponse.ProtoReflect.Descriptor instead.
 func (*ListArtifactsResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{41}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *ListArtifactsResponse) GetItems() []*Artifact {
@@ -2487,7 +2841,7 @@ type EventRecord struct {
 
 func (x *EventRecord) Reset() {
 	*x = EventRecord{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[42]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2499,7 +2853,7 @@ func (x *EventRecord) String() string {
 func (*EventRecord) ProtoMessage() {}
 
 func (x *EventRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[42]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2512,7 +2866,7 @@ func (x *EventRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventRecord.ProtoReflect.Descriptor instead.
 func (*EventRecord) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{42}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *EventRecord) GetAtMs() int64 {
@@ -2570,7 +2924,7 @@ type ListEventsRequest struct {
 
 func (x *ListEventsRequest) Reset() {
 	*x = ListEventsRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[43]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2582,7 +2936,7 @@ func (x *ListEventsRequest) String() string {
 func (*ListEventsRequest) ProtoMessage() {}
 
 func (x *ListEventsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[43]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2595,7 +2949,7 @@ func (x *ListEventsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListEventsRequest.ProtoReflect.Descriptor instead.
 func (*ListEventsRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{43}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{49}
 }
 
 func (x *ListEventsRequest) GetTenantId() string {
@@ -2628,7 +2982,7 @@ type ListEventsResponse struct {
 
 func (x *ListEventsResponse) Reset() {
 	*x = ListEventsResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[44]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[50]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2640,7 +2994,7 @@ func (x *ListEventsResponse) String() string {
 func (*ListEventsResponse) ProtoMessage() {}
 
 func (x *ListEventsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[44]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[50]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2653,7 +3007,7 @@ func (x *ListEventsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListEventsResponse.ProtoReflect.Descriptor instead.
 func (*ListEventsResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{44}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{50}
 }
 
 func (x *ListEventsResponse) GetItems() []*EventRecord {
@@ -2663,12 +3017,817 @@ func (x *ListEventsResponse) GetItems() []*EventRecord {
 	return nil
 }
 
+// Driver is a declaration: it never holds a configuration or a credential.
+type Driver struct {
+	state   protoimpl.MessageState `protogen:"open.v1"`
+	Id      string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	Version string                 `protobuf:"bytes,2,opt,name=version,proto3" json:"version,omitempty"`
+	// "control-plane", "site", "node" or "ramdisk".
+	RunsOn string `protobuf:"bytes,3,opt,name=runs_on,json=runsOn,proto3" json:"runs_on,omitempty"`
+	// Sorted, as all lists here.
+	Kinds        []string `protobuf:"bytes,4,rep,name=kinds,proto3" json:"kinds,omitempty"`
+	Capabilities []string `protobuf:"bytes,5,rep,name=capabilities,proto3" json:"capabilities,omitempty"`
+	// Operations that may be repeated, by kind.
+	RetrySafe     map[string]*structpb.ListValue `protobuf:"bytes,6,rep,name=retry_safe,json=retrySafe,proto3" json:"retry_safe,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Driver) Reset() {
+	*x = Driver{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[51]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Driver) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Driver) ProtoMessage() {}
+
+func (x *Driver) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[51]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Driver.ProtoReflect.Descriptor instead.
+func (*Driver) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{51}
+}
+
+func (x *Driver) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *Driver) GetVersion() string {
+	if x != nil {
+		return x.Version
+	}
+	return ""
+}
+
+func (x *Driver) GetRunsOn() string {
+	if x != nil {
+		return x.RunsOn
+	}
+	return ""
+}
+
+func (x *Driver) GetKinds() []string {
+	if x != nil {
+		return x.Kinds
+	}
+	return nil
+}
+
+func (x *Driver) GetCapabilities() []string {
+	if x != nil {
+		return x.Capabilities
+	}
+	return nil
+}
+
+func (x *Driver) GetRetrySafe() map[string]*structpb.ListValue {
+	if x != nil {
+		return x.RetrySafe
+	}
+	return nil
+}
+
+type ListDriversRequest struct {
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	TenantId string                 `protobuf:"bytes,1,opt,name=tenant_id,json=tenantId,proto3" json:"tenant_id,omitempty"`
+	// Only drivers that serve this kind (lower-case letters, digits and hyphens); empty: all.
+	Kind          string `protobuf:"bytes,2,opt,name=kind,proto3" json:"kind,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListDriversRequest) Reset() {
+	*x = ListDriversRequest{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[52]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListDriversRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListDriversRequest) ProtoMessage() {}
+
+func (x *ListDriversRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[52]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListDriversRequest.ProtoReflect.Descriptor instead.
+func (*ListDriversRequest) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{52}
+}
+
+func (x *ListDriversRequest) GetTenantId() string {
+	if x != nil {
+		return x.TenantId
+	}
+	return ""
+}
+
+func (x *ListDriversRequest) GetKind() string {
+	if x != nil {
+		return x.Kind
+	}
+	return ""
+}
+
+type ListDriversResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// By id, then version.
+	Items         []*Driver `protobuf:"bytes,1,rep,name=items,proto3" json:"items,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListDriversResponse) Reset() {
+	*x = ListDriversResponse{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[53]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListDriversResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListDriversResponse) ProtoMessage() {}
+
+func (x *ListDriversResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[53]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListDriversResponse.ProtoReflect.Descriptor instead.
+func (*ListDriversResponse) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{53}
+}
+
+func (x *ListDriversResponse) GetItems() []*Driver {
+	if x != nil {
+		return x.Items
+	}
+	return nil
+}
+
+type PlacementRequest struct {
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	TenantId string                 `protobuf:"bytes,1,opt,name=tenant_id,json=tenantId,proto3" json:"tenant_id,omitempty"`
+	// Labels that a node must carry, all of them; the value "*" takes any.
+	NodeLabels map[string]string `protobuf:"bytes,2,rep,name=node_labels,json=nodeLabels,proto3" json:"node_labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	// A site's id or name; empty: all.
+	Site          string `protobuf:"bytes,3,opt,name=site,proto3" json:"site,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PlacementRequest) Reset() {
+	*x = PlacementRequest{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[54]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PlacementRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PlacementRequest) ProtoMessage() {}
+
+func (x *PlacementRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[54]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PlacementRequest.ProtoReflect.Descriptor instead.
+func (*PlacementRequest) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{54}
+}
+
+func (x *PlacementRequest) GetTenantId() string {
+	if x != nil {
+		return x.TenantId
+	}
+	return ""
+}
+
+func (x *PlacementRequest) GetNodeLabels() map[string]string {
+	if x != nil {
+		return x.NodeLabels
+	}
+	return nil
+}
+
+func (x *PlacementRequest) GetSite() string {
+	if x != nil {
+		return x.Site
+	}
+	return ""
+}
+
+type PlacementCandidate struct {
+	state   protoimpl.MessageState `protogen:"open.v1"`
+	AgentId string                 `protobuf:"bytes,1,opt,name=agent_id,json=agentId,proto3" json:"agent_id,omitempty"`
+	// "site", "ramdisk" or "node".
+	Role   string `protobuf:"bytes,2,opt,name=role,proto3" json:"role,omitempty"`
+	SiteId string `protobuf:"bytes,3,opt,name=site_id,json=siteId,proto3" json:"site_id,omitempty"`
+	// Empty for a site's box.
+	MachineId     string            `protobuf:"bytes,4,opt,name=machine_id,json=machineId,proto3" json:"machine_id,omitempty"`
+	Online        bool              `protobuf:"varint,5,opt,name=online,proto3" json:"online,omitempty"`
+	Labels        map[string]string `protobuf:"bytes,6,rep,name=labels,proto3" json:"labels,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PlacementCandidate) Reset() {
+	*x = PlacementCandidate{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[55]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PlacementCandidate) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PlacementCandidate) ProtoMessage() {}
+
+func (x *PlacementCandidate) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[55]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PlacementCandidate.ProtoReflect.Descriptor instead.
+func (*PlacementCandidate) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{55}
+}
+
+func (x *PlacementCandidate) GetAgentId() string {
+	if x != nil {
+		return x.AgentId
+	}
+	return ""
+}
+
+func (x *PlacementCandidate) GetRole() string {
+	if x != nil {
+		return x.Role
+	}
+	return ""
+}
+
+func (x *PlacementCandidate) GetSiteId() string {
+	if x != nil {
+		return x.SiteId
+	}
+	return ""
+}
+
+func (x *PlacementCandidate) GetMachineId() string {
+	if x != nil {
+		return x.MachineId
+	}
+	return ""
+}
+
+func (x *PlacementCandidate) GetOnline() bool {
+	if x != nil {
+		return x.Online
+	}
+	return false
+}
+
+func (x *PlacementCandidate) GetLabels() map[string]string {
+	if x != nil {
+		return x.Labels
+	}
+	return nil
+}
+
+type PlacementResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Online ones first, then by agent id.
+	Items         []*PlacementCandidate `protobuf:"bytes,1,rep,name=items,proto3" json:"items,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *PlacementResponse) Reset() {
+	*x = PlacementResponse{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[56]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *PlacementResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*PlacementResponse) ProtoMessage() {}
+
+func (x *PlacementResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[56]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use PlacementResponse.ProtoReflect.Descriptor instead.
+func (*PlacementResponse) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{56}
+}
+
+func (x *PlacementResponse) GetItems() []*PlacementCandidate {
+	if x != nil {
+		return x.Items
+	}
+	return nil
+}
+
+type Instance struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	Id        string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
+	Name      string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	MachineId string                 `protobuf:"bytes,3,opt,name=machine_id,json=machineId,proto3" json:"machine_id,omitempty"`
+	// A runtime's driver id, such as "process" or "containerd".
+	Runtime string `protobuf:"bytes,4,opt,name=runtime,proto3" json:"runtime,omitempty"`
+	// The runtime's own description of what to run, a JSON object.
+	SpecJson string `protobuf:"bytes,5,opt,name=spec_json,json=specJson,proto3" json:"spec_json,omitempty"`
+	// "pending", "running", "stopped", "failed", "removing" or "unknown".
+	State         string `protobuf:"bytes,6,opt,name=state,proto3" json:"state,omitempty"`
+	Message       string `protobuf:"bytes,7,opt,name=message,proto3" json:"message,omitempty"`
+	Generation    uint64 `protobuf:"varint,8,opt,name=generation,proto3" json:"generation,omitempty"`
+	ObservedMs    int64  `protobuf:"varint,9,opt,name=observed_ms,json=observedMs,proto3" json:"observed_ms,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Instance) Reset() {
+	*x = Instance{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[57]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Instance) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Instance) ProtoMessage() {}
+
+func (x *Instance) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[57]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Instance.ProtoReflect.Descriptor instead.
+func (*Instance) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{57}
+}
+
+func (x *Instance) GetId() string {
+	if x != nil {
+		return x.Id
+	}
+	return ""
+}
+
+func (x *Instance) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *Instance) GetMachineId() string {
+	if x != nil {
+		return x.MachineId
+	}
+	return ""
+}
+
+func (x *Instance) GetRuntime() string {
+	if x != nil {
+		return x.Runtime
+	}
+	return ""
+}
+
+func (x *Instance) GetSpecJson() string {
+	if x != nil {
+		return x.SpecJson
+	}
+	return ""
+}
+
+func (x *Instance) GetState() string {
+	if x != nil {
+		return x.State
+	}
+	return ""
+}
+
+func (x *Instance) GetMessage() string {
+	if x != nil {
+		return x.Message
+	}
+	return ""
+}
+
+func (x *Instance) GetGeneration() uint64 {
+	if x != nil {
+		return x.Generation
+	}
+	return 0
+}
+
+func (x *Instance) GetObservedMs() int64 {
+	if x != nil {
+		return x.ObservedMs
+	}
+	return 0
+}
+
+type ApplyInstanceRequest struct {
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	TenantId string                 `protobuf:"bytes,1,opt,name=tenant_id,json=tenantId,proto3" json:"tenant_id,omitempty"`
+	Name     string                 `protobuf:"bytes,2,opt,name=name,proto3" json:"name,omitempty"`
+	// A machine's id or name.
+	Machine       string `protobuf:"bytes,3,opt,name=machine,proto3" json:"machine,omitempty"`
+	Runtime       string `protobuf:"bytes,4,opt,name=runtime,proto3" json:"runtime,omitempty"`
+	SpecJson      string `protobuf:"bytes,5,opt,name=spec_json,json=specJson,proto3" json:"spec_json,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ApplyInstanceRequest) Reset() {
+	*x = ApplyInstanceRequest{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[58]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ApplyInstanceRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ApplyInstanceRequest) ProtoMessage() {}
+
+func (x *ApplyInstanceRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[58]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ApplyInstanceRequest.ProtoReflect.Descriptor instead.
+func (*ApplyInstanceRequest) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{58}
+}
+
+func (x *ApplyInstanceRequest) GetTenantId() string {
+	if x != nil {
+		return x.TenantId
+	}
+	return ""
+}
+
+func (x *ApplyInstanceRequest) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *ApplyInstanceRequest) GetMachine() string {
+	if x != nil {
+		return x.Machine
+	}
+	return ""
+}
+
+func (x *ApplyInstanceRequest) GetRuntime() string {
+	if x != nil {
+		return x.Runtime
+	}
+	return ""
+}
+
+func (x *ApplyInstanceRequest) GetSpecJson() string {
+	if x != nil {
+		return x.SpecJson
+	}
+	return ""
+}
+
+type ApplyInstanceResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Instance      *Instance              `protobuf:"bytes,1,opt,name=instance,proto3" json:"instance,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ApplyInstanceResponse) Reset() {
+	*x = ApplyInstanceResponse{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[59]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ApplyInstanceResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ApplyInstanceResponse) ProtoMessage() {}
+
+func (x *ApplyInstanceResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[59]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ApplyInstanceResponse.ProtoReflect.Descriptor instead.
+func (*ApplyInstanceResponse) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{59}
+}
+
+func (x *ApplyInstanceResponse) GetInstance() *Instance {
+	if x != nil {
+		return x.Instance
+	}
+	return nil
+}
+
+type ListInstancesRequest struct {
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	TenantId string                 `protobuf:"bytes,1,opt,name=tenant_id,json=tenantId,proto3" json:"tenant_id,omitempty"`
+	// A machine's id or name; empty: all.
+	Machine       string `protobuf:"bytes,2,opt,name=machine,proto3" json:"machine,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListInstancesRequest) Reset() {
+	*x = ListInstancesRequest{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[60]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListInstancesRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListInstancesRequest) ProtoMessage() {}
+
+func (x *ListInstancesRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[60]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListInstancesRequest.ProtoReflect.Descriptor instead.
+func (*ListInstancesRequest) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{60}
+}
+
+func (x *ListInstancesRequest) GetTenantId() string {
+	if x != nil {
+		return x.TenantId
+	}
+	return ""
+}
+
+func (x *ListInstancesRequest) GetMachine() string {
+	if x != nil {
+		return x.Machine
+	}
+	return ""
+}
+
+type ListInstancesResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Items         []*Instance            `protobuf:"bytes,1,rep,name=items,proto3" json:"items,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListInstancesResponse) Reset() {
+	*x = ListInstancesResponse{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[61]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListInstancesResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListInstancesResponse) ProtoMessage() {}
+
+func (x *ListInstancesResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[61]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListInstancesResponse.ProtoReflect.Descriptor instead.
+func (*ListInstancesResponse) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{61}
+}
+
+func (x *ListInstancesResponse) GetItems() []*Instance {
+	if x != nil {
+		return x.Items
+	}
+	return nil
+}
+
+type RemoveInstanceRequest struct {
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	TenantId string                 `protobuf:"bytes,1,opt,name=tenant_id,json=tenantId,proto3" json:"tenant_id,omitempty"`
+	// An instance's id, or its name on the machine.
+	Instance      string `protobuf:"bytes,2,opt,name=instance,proto3" json:"instance,omitempty"`
+	Machine       string `protobuf:"bytes,3,opt,name=machine,proto3" json:"machine,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RemoveInstanceRequest) Reset() {
+	*x = RemoveInstanceRequest{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[62]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RemoveInstanceRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RemoveInstanceRequest) ProtoMessage() {}
+
+func (x *RemoveInstanceRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[62]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RemoveInstanceRequest.ProtoReflect.Descriptor instead.
+func (*RemoveInstanceRequest) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{62}
+}
+
+func (x *RemoveInstanceRequest) GetTenantId() string {
+	if x != nil {
+		return x.TenantId
+	}
+	return ""
+}
+
+func (x *RemoveInstanceRequest) GetInstance() string {
+	if x != nil {
+		return x.Instance
+	}
+	return ""
+}
+
+func (x *RemoveInstanceRequest) GetMachine() string {
+	if x != nil {
+		return x.Machine
+	}
+	return ""
+}
+
+type RemoveInstanceResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RemoveInstanceResponse) Reset() {
+	*x = RemoveInstanceResponse{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[63]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RemoveInstanceResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RemoveInstanceResponse) ProtoMessage() {}
+
+func (x *RemoveInstanceResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[63]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RemoveInstanceResponse.ProtoReflect.Descriptor instead.
+func (*RemoveInstanceResponse) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{63}
+}
+
 var File_appliance_api_computev1_compute_proto protoreflect.FileDescriptor
 
 const file_appliance_api_computev1_compute_proto_rawDesc = "" +
 	"\n" +
 	"%appliance/api/computev1/compute.proto\x12\n" +
-	"compute.v1\"\xb1\x01\n" +
+	"compute.v1\x1a\x1cgoogle/protobuf/struct.proto\"\xb1\x01\n" +
 	"\x04Site\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x19\n" +
@@ -2688,15 +3847,20 @@ const file_appliance_api_computev1_compute_proto_rawDesc = "" +
 	"\x10ListSitesRequest\x12\x1b\n" +
 	"\ttenant_id\x18\x01 \x01(\tR\btenantId\";\n" +
 	"\x11ListSitesResponse\x12&\n" +
-	"\x05items\x18\x01 \x03(\v2\x10.compute.v1.SiteR\x05items\"C\n" +
+	"\x05items\x18\x01 \x03(\v2\x10.compute.v1.SiteR\x05items\"s\n" +
 	"\x04Pool\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x17\n" +
-	"\asite_id\x18\x03 \x01(\tR\x06siteId\"U\n" +
+	"\asite_id\x18\x03 \x01(\tR\x06siteId\x12.\n" +
+	"\x06policy\x18\x04 \x01(\v2\x16.compute.v1.PoolPolicyR\x06policy\"7\n" +
+	"\n" +
+	"PoolPolicy\x12)\n" +
+	"\x10hardware_profile\x18\x01 \x01(\tR\x0fhardwareProfile\"\x85\x01\n" +
 	"\x0eAddPoolRequest\x12\x1b\n" +
 	"\ttenant_id\x18\x01 \x01(\tR\btenantId\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x12\n" +
-	"\x04site\x18\x03 \x01(\tR\x04site\"7\n" +
+	"\x04site\x18\x03 \x01(\tR\x04site\x12.\n" +
+	"\x06policy\x18\x04 \x01(\v2\x16.compute.v1.PoolPolicyR\x06policy\"7\n" +
 	"\x0fAddPoolResponse\x12$\n" +
 	"\x04pool\x18\x01 \x01(\v2\x10.compute.v1.PoolR\x04pool\"/\n" +
 	"\x10ListPoolsRequest\x12\x1b\n" +
@@ -2714,7 +3878,7 @@ const file_appliance_api_computev1_compute_proto_rawDesc = "" +
 	"\aaddress\x18\x02 \x01(\tR\aaddress\x12'\n" +
 	"\x0fcredentials_ref\x18\x03 \x01(\tR\x0ecredentialsRef\x12&\n" +
 	"\x0ftls_spki_sha256\x18\x04 \x01(\tR\rtlsSpkiSha256\x12.\n" +
-	"\x13driver_options_json\x18\x05 \x01(\tR\x11driverOptionsJson\"\xb8\x02\n" +
+	"\x13driver_options_json\x18\x05 \x01(\tR\x11driverOptionsJson\"\xf6\x03\n" +
 	"\aMachine\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x17\n" +
@@ -2728,14 +3892,28 @@ const file_appliance_api_computev1_compute_proto_rawDesc = "" +
 	"\n" +
 	"agent_role\x18\n" +
 	" \x01(\tR\tagentRole\x12!\n" +
-	"\fagent_online\x18\v \x01(\bR\vagentOnline\"\xb5\x01\n" +
+	"\fagent_online\x18\v \x01(\bR\vagentOnline\x12:\n" +
+	"\adrivers\x18\f \x03(\v2 .compute.v1.Machine.DriversEntryR\adrivers\x12)\n" +
+	"\x10hardware_profile\x18\r \x01(\tR\x0fhardwareProfile\x1aU\n" +
+	"\fDriversEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12/\n" +
+	"\x05value\x18\x02 \x01(\v2\x19.compute.v1.DriverBindingR\x05value:\x028\x01\"H\n" +
+	"\rDriverBinding\x12\x16\n" +
+	"\x06driver\x18\x01 \x01(\tR\x06driver\x12\x1f\n" +
+	"\vconfig_json\x18\x02 \x01(\tR\n" +
+	"configJson\"\x80\x03\n" +
 	"\x14EnrollMachineRequest\x12\x1b\n" +
 	"\ttenant_id\x18\x01 \x01(\tR\btenantId\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x12\n" +
 	"\x04pool\x18\x03 \x01(\tR\x04pool\x12!\n" +
 	"\x03bmc\x18\x04 \x01(\v2\x0f.compute.v1.BmcR\x03bmc\x12\x12\n" +
 	"\x04macs\x18\x05 \x03(\tR\x04macs\x12!\n" +
-	"\fproduct_uuid\x18\x06 \x01(\tR\vproductUuid\"F\n" +
+	"\fproduct_uuid\x18\x06 \x01(\tR\vproductUuid\x12)\n" +
+	"\x10hardware_profile\x18\a \x01(\tR\x0fhardwareProfile\x12G\n" +
+	"\adrivers\x18\b \x03(\v2-.compute.v1.EnrollMachineRequest.DriversEntryR\adrivers\x1aU\n" +
+	"\fDriversEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12/\n" +
+	"\x05value\x18\x02 \x01(\v2\x19.compute.v1.DriverBindingR\x05value:\x028\x01\"F\n" +
 	"\x15EnrollMachineResponse\x12-\n" +
 	"\amachine\x18\x01 \x01(\v2\x13.compute.v1.MachineR\amachine\"2\n" +
 	"\x13ListMachinesRequest\x12\x1b\n" +
@@ -2796,7 +3974,7 @@ const file_appliance_api_computev1_compute_proto_rawDesc = "" +
 	"\x05steps\x18\x05 \x03(\v2\x10.compute.v1.StepR\x05steps\x12\x1d\n" +
 	"\n" +
 	"error_code\x18\x06 \x01(\tR\terrorCode\x12#\n" +
-	"\rerror_message\x18\a \x01(\tR\ferrorMessage\"\x96\x01\n" +
+	"\rerror_message\x18\a \x01(\tR\ferrorMessage\"\xb7\x01\n" +
 	"\x04Step\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x14\n" +
@@ -2804,7 +3982,20 @@ const file_appliance_api_computev1_compute_proto_rawDesc = "" +
 	"\n" +
 	"started_ms\x18\x04 \x01(\x03R\tstartedMs\x12\x19\n" +
 	"\bended_ms\x18\x05 \x01(\x03R\aendedMs\x12\x1a\n" +
-	"\bprogress\x18\x06 \x01(\tR\bprogress\"A\n" +
+	"\bprogress\x18\x06 \x01(\tR\bprogress\x12\x1f\n" +
+	"\vresult_json\x18\a \x01(\tR\n" +
+	"resultJson\"g\n" +
+	"\x14StartWorkflowRequest\x12\x1b\n" +
+	"\ttenant_id\x18\x01 \x01(\tR\btenantId\x12\x18\n" +
+	"\aprofile\x18\x02 \x01(\tR\aprofile\x12\x18\n" +
+	"\amachine\x18\x03 \x01(\tR\amachine\"8\n" +
+	"\x15StartWorkflowResponse\x12\x1f\n" +
+	"\vworkflow_id\x18\x01 \x01(\tR\n" +
+	"workflowId\"D\n" +
+	"\x15CancelWorkflowRequest\x12\x1b\n" +
+	"\ttenant_id\x18\x01 \x01(\tR\btenantId\x12\x0e\n" +
+	"\x02id\x18\x02 \x01(\tR\x02id\"\x18\n" +
+	"\x16CancelWorkflowResponse\"A\n" +
 	"\x12GetWorkflowRequest\x12\x1b\n" +
 	"\ttenant_id\x18\x01 \x01(\tR\btenantId\x12\x0e\n" +
 	"\x02id\x18\x02 \x01(\tR\x02id\"G\n" +
@@ -2850,7 +4041,76 @@ const file_appliance_api_computev1_compute_proto_rawDesc = "" +
 	"\x04site\x18\x02 \x01(\tR\x04site\x12\x14\n" +
 	"\x05limit\x18\x03 \x01(\rR\x05limit\"C\n" +
 	"\x12ListEventsResponse\x12-\n" +
-	"\x05items\x18\x01 \x03(\v2\x17.compute.v1.EventRecordR\x05items2\x92\x01\n" +
+	"\x05items\x18\x01 \x03(\v2\x17.compute.v1.EventRecordR\x05items\"\xa1\x02\n" +
+	"\x06Driver\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12\x18\n" +
+	"\aversion\x18\x02 \x01(\tR\aversion\x12\x17\n" +
+	"\aruns_on\x18\x03 \x01(\tR\x06runsOn\x12\x14\n" +
+	"\x05kinds\x18\x04 \x03(\tR\x05kinds\x12\"\n" +
+	"\fcapabilities\x18\x05 \x03(\tR\fcapabilities\x12@\n" +
+	"\n" +
+	"retry_safe\x18\x06 \x03(\v2!.compute.v1.Driver.RetrySafeEntryR\tretrySafe\x1aX\n" +
+	"\x0eRetrySafeEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x120\n" +
+	"\x05value\x18\x02 \x01(\v2\x1a.google.protobuf.ListValueR\x05value:\x028\x01\"E\n" +
+	"\x12ListDriversRequest\x12\x1b\n" +
+	"\ttenant_id\x18\x01 \x01(\tR\btenantId\x12\x12\n" +
+	"\x04kind\x18\x02 \x01(\tR\x04kind\"?\n" +
+	"\x13ListDriversResponse\x12(\n" +
+	"\x05items\x18\x01 \x03(\v2\x12.compute.v1.DriverR\x05items\"\xd1\x01\n" +
+	"\x10PlacementRequest\x12\x1b\n" +
+	"\ttenant_id\x18\x01 \x01(\tR\btenantId\x12M\n" +
+	"\vnode_labels\x18\x02 \x03(\v2,.compute.v1.PlacementRequest.NodeLabelsEntryR\n" +
+	"nodeLabels\x12\x12\n" +
+	"\x04site\x18\x03 \x01(\tR\x04site\x1a=\n" +
+	"\x0fNodeLabelsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"\x92\x02\n" +
+	"\x12PlacementCandidate\x12\x19\n" +
+	"\bagent_id\x18\x01 \x01(\tR\aagentId\x12\x12\n" +
+	"\x04role\x18\x02 \x01(\tR\x04role\x12\x17\n" +
+	"\asite_id\x18\x03 \x01(\tR\x06siteId\x12\x1d\n" +
+	"\n" +
+	"machine_id\x18\x04 \x01(\tR\tmachineId\x12\x16\n" +
+	"\x06online\x18\x05 \x01(\bR\x06online\x12B\n" +
+	"\x06labels\x18\x06 \x03(\v2*.compute.v1.PlacementCandidate.LabelsEntryR\x06labels\x1a9\n" +
+	"\vLabelsEntry\x12\x10\n" +
+	"\x03key\x18\x01 \x01(\tR\x03key\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value:\x028\x01\"I\n" +
+	"\x11PlacementResponse\x124\n" +
+	"\x05items\x18\x01 \x03(\v2\x1e.compute.v1.PlacementCandidateR\x05items\"\xf5\x01\n" +
+	"\bInstance\x12\x0e\n" +
+	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12\x1d\n" +
+	"\n" +
+	"machine_id\x18\x03 \x01(\tR\tmachineId\x12\x18\n" +
+	"\aruntime\x18\x04 \x01(\tR\aruntime\x12\x1b\n" +
+	"\tspec_json\x18\x05 \x01(\tR\bspecJson\x12\x14\n" +
+	"\x05state\x18\x06 \x01(\tR\x05state\x12\x18\n" +
+	"\amessage\x18\a \x01(\tR\amessage\x12\x1e\n" +
+	"\n" +
+	"generation\x18\b \x01(\x04R\n" +
+	"generation\x12\x1f\n" +
+	"\vobserved_ms\x18\t \x01(\x03R\n" +
+	"observedMs\"\x98\x01\n" +
+	"\x14ApplyInstanceRequest\x12\x1b\n" +
+	"\ttenant_id\x18\x01 \x01(\tR\btenantId\x12\x12\n" +
+	"\x04name\x18\x02 \x01(\tR\x04name\x12\x18\n" +
+	"\amachine\x18\x03 \x01(\tR\amachine\x12\x18\n" +
+	"\aruntime\x18\x04 \x01(\tR\aruntime\x12\x1b\n" +
+	"\tspec_json\x18\x05 \x01(\tR\bspecJson\"I\n" +
+	"\x15ApplyInstanceResponse\x120\n" +
+	"\binstance\x18\x01 \x01(\v2\x14.compute.v1.InstanceR\binstance\"M\n" +
+	"\x14ListInstancesRequest\x12\x1b\n" +
+	"\ttenant_id\x18\x01 \x01(\tR\btenantId\x12\x18\n" +
+	"\amachine\x18\x02 \x01(\tR\amachine\"C\n" +
+	"\x15ListInstancesResponse\x12*\n" +
+	"\x05items\x18\x01 \x03(\v2\x14.compute.v1.InstanceR\x05items\"j\n" +
+	"\x15RemoveInstanceRequest\x12\x1b\n" +
+	"\ttenant_id\x18\x01 \x01(\tR\btenantId\x12\x1a\n" +
+	"\binstance\x18\x02 \x01(\tR\binstance\x12\x18\n" +
+	"\amachine\x18\x03 \x01(\tR\amachine\"\x18\n" +
+	"\x16RemoveInstanceResponse2\x92\x01\n" +
 	"\vSiteService\x12>\n" +
 	"\x03Add\x12\x1a.compute.v1.AddSiteRequest\x1a\x1b.compute.v1.AddSiteResponse\x12C\n" +
 	"\x04List\x12\x1c.compute.v1.ListSitesRequest\x1a\x1d.compute.v1.ListSitesResponse2\x92\x01\n" +
@@ -2867,15 +4127,25 @@ const file_appliance_api_computev1_compute_proto_rawDesc = "" +
 	"\bSetPower\x12\x1b.compute.v1.SetPowerRequest\x1a\x1c.compute.v1.SetPowerResponse\x12T\n" +
 	"\rSetBootDevice\x12 .compute.v1.SetBootDeviceRequest\x1a!.compute.v1.SetBootDeviceResponse\x12B\n" +
 	"\aInspect\x12\x1a.compute.v1.InspectRequest\x1a\x1b.compute.v1.InspectResponse\x12?\n" +
-	"\x06Deploy\x12\x19.compute.v1.DeployRequest\x1a\x1a.compute.v1.DeployResponse2\xa6\x01\n" +
-	"\x0fWorkflowService\x12F\n" +
+	"\x06Deploy\x12\x19.compute.v1.DeployRequest\x1a\x1a.compute.v1.DeployResponse2\xc5\x02\n" +
+	"\x0fWorkflowService\x12L\n" +
+	"\x05Start\x12 .compute.v1.StartWorkflowRequest\x1a!.compute.v1.StartWorkflowResponse\x12O\n" +
+	"\x06Cancel\x12!.compute.v1.CancelWorkflowRequest\x1a\".compute.v1.CancelWorkflowResponse\x12F\n" +
 	"\x03Get\x12\x1e.compute.v1.GetWorkflowRequest\x1a\x1f.compute.v1.GetWorkflowResponse\x12K\n" +
 	"\x04List\x12 .compute.v1.ListWorkflowsRequest\x1a!.compute.v1.ListWorkflowsResponse2\xb1\x01\n" +
 	"\x0fArtifactService\x12Q\n" +
 	"\x06Import\x12!.compute.v1.ImportArtifactRequest\x1a\".compute.v1.ImportArtifactResponse(\x01\x12K\n" +
 	"\x04List\x12 .compute.v1.ListArtifactsRequest\x1a!.compute.v1.ListArtifactsResponse2U\n" +
 	"\fEventService\x12E\n" +
-	"\x04List\x12\x1d.compute.v1.ListEventsRequest\x1a\x1e.compute.v1.ListEventsResponseBLZJgithub.com/better-compute/site-appliance/appliance/api/computev1;computev1b\x06proto3"
+	"\x04List\x12\x1d.compute.v1.ListEventsRequest\x1a\x1e.compute.v1.ListEventsResponse2X\n" +
+	"\rDriverService\x12G\n" +
+	"\x04List\x12\x1e.compute.v1.ListDriversRequest\x1a\x1f.compute.v1.ListDriversResponse2W\n" +
+	"\x10PlacementService\x12C\n" +
+	"\x04Find\x12\x1c.compute.v1.PlacementRequest\x1a\x1d.compute.v1.PlacementResponse2\xfd\x01\n" +
+	"\x0fInstanceService\x12L\n" +
+	"\x05Apply\x12 .compute.v1.ApplyInstanceRequest\x1a!.compute.v1.ApplyInstanceResponse\x12K\n" +
+	"\x04List\x12 .compute.v1.ListInstancesRequest\x1a!.compute.v1.ListInstancesResponse\x12O\n" +
+	"\x06Remove\x12!.compute.v1.RemoveInstanceRequest\x1a\".compute.v1.RemoveInstanceResponseBLZJgithub.com/better-compute/site-appliance/appliance/api/computev1;computev1b\x06proto3"
 
 var (
 	file_appliance_api_computev1_compute_proto_rawDescOnce sync.Once
@@ -2889,7 +4159,7 @@ func file_appliance_api_computev1_compute_proto_rawDescGZIP() []byte {
 	return file_appliance_api_computev1_compute_proto_rawDescData
 }
 
-var file_appliance_api_computev1_compute_proto_msgTypes = make([]protoimpl.MessageInfo, 45)
+var file_appliance_api_computev1_compute_proto_msgTypes = make([]protoimpl.MessageInfo, 69)
 var file_appliance_api_computev1_compute_proto_goTypes = []any{
 	(*Site)(nil),                   // 0: compute.v1.Site
 	(*AddSiteRequest)(nil),         // 1: compute.v1.AddSiteRequest
@@ -2897,104 +4167,157 @@ var file_appliance_api_computev1_compute_proto_goTypes = []any{
 	(*ListSitesRequest)(nil),       // 3: compute.v1.ListSitesRequest
 	(*ListSitesResponse)(nil),      // 4: compute.v1.ListSitesResponse
 	(*Pool)(nil),                   // 5: compute.v1.Pool
-	(*AddPoolRequest)(nil),         // 6: compute.v1.AddPoolRequest
-	(*AddPoolResponse)(nil),        // 7: compute.v1.AddPoolResponse
-	(*ListPoolsRequest)(nil),       // 8: compute.v1.ListPoolsRequest
-	(*ListPoolsResponse)(nil),      // 9: compute.v1.ListPoolsResponse
-	(*PutSecretRequest)(nil),       // 10: compute.v1.PutSecretRequest
-	(*PutSecretResponse)(nil),      // 11: compute.v1.PutSecretResponse
-	(*Bmc)(nil),                    // 12: compute.v1.Bmc
-	(*Machine)(nil),                // 13: compute.v1.Machine
-	(*EnrollMachineRequest)(nil),   // 14: compute.v1.EnrollMachineRequest
-	(*EnrollMachineResponse)(nil),  // 15: compute.v1.EnrollMachineResponse
-	(*ListMachinesRequest)(nil),    // 16: compute.v1.ListMachinesRequest
-	(*ListMachinesResponse)(nil),   // 17: compute.v1.ListMachinesResponse
-	(*GetMachineRequest)(nil),      // 18: compute.v1.GetMachineRequest
-	(*GetMachineResponse)(nil),     // 19: compute.v1.GetMachineResponse
-	(*GetPowerRequest)(nil),        // 20: compute.v1.GetPowerRequest
-	(*GetPowerResponse)(nil),       // 21: compute.v1.GetPowerResponse
-	(*SetPowerRequest)(nil),        // 22: compute.v1.SetPowerRequest
-	(*SetPowerResponse)(nil),       // 23: compute.v1.SetPowerResponse
-	(*SetBootDeviceRequest)(nil),   // 24: compute.v1.SetBootDeviceRequest
-	(*SetBootDeviceResponse)(nil),  // 25: compute.v1.SetBootDeviceResponse
-	(*InspectRequest)(nil),         // 26: compute.v1.InspectRequest
-	(*InspectResponse)(nil),        // 27: compute.v1.InspectResponse
-	(*DeployRequest)(nil),          // 28: compute.v1.DeployRequest
-	(*DeployResponse)(nil),         // 29: compute.v1.DeployResponse
-	(*Workflow)(nil),               // 30: compute.v1.Workflow
-	(*Step)(nil),                   // 31: compute.v1.Step
-	(*GetWorkflowRequest)(nil),     // 32: compute.v1.GetWorkflowRequest
-	(*GetWorkflowResponse)(nil),    // 33: compute.v1.GetWorkflowResponse
-	(*ListWorkflowsRequest)(nil),   // 34: compute.v1.ListWorkflowsRequest
-	(*ListWorkflowsResponse)(nil),  // 35: compute.v1.ListWorkflowsResponse
-	(*ImportArtifactRequest)(nil),  // 36: compute.v1.ImportArtifactRequest
-	(*ImportHeader)(nil),           // 37: compute.v1.ImportHeader
-	(*Artifact)(nil),               // 38: compute.v1.Artifact
-	(*ImportArtifactResponse)(nil), // 39: compute.v1.ImportArtifactResponse
-	(*ListArtifactsRequest)(nil),   // 40: compute.v1.ListArtifactsRequest
-	(*ListArtifactsResponse)(nil),  // 41: compute.v1.ListArtifactsResponse
-	(*EventRecord)(nil),            // 42: compute.v1.EventRecord
-	(*ListEventsRequest)(nil),      // 43: compute.v1.ListEventsRequest
-	(*ListEventsResponse)(nil),     // 44: compute.v1.ListEventsResponse
+	(*PoolPolicy)(nil),             // 6: compute.v1.PoolPolicy
+	(*AddPoolRequest)(nil),         // 7: compute.v1.AddPoolRequest
+	(*AddPoolResponse)(nil),        // 8: compute.v1.AddPoolResponse
+	(*ListPoolsRequest)(nil),       // 9: compute.v1.ListPoolsRequest
+	(*ListPoolsResponse)(nil),      // 10: compute.v1.ListPoolsResponse
+	(*PutSecretRequest)(nil),       // 11: compute.v1.PutSecretRequest
+	(*PutSecretResponse)(nil),      // 12: compute.v1.PutSecretResponse
+	(*Bmc)(nil),                    // 13: compute.v1.Bmc
+	(*Machine)(nil),                // 14: compute.v1.Machine
+	(*DriverBinding)(nil),          // 15: compute.v1.DriverBinding
+	(*EnrollMachineRequest)(nil),   // 16: compute.v1.EnrollMachineRequest
+	(*EnrollMachineResponse)(nil),  // 17: compute.v1.EnrollMachineResponse
+	(*ListMachinesRequest)(nil),    // 18: compute.v1.ListMachinesRequest
+	(*ListMachinesResponse)(nil),   // 19: compute.v1.ListMachinesResponse
+	(*GetMachineRequest)(nil),      // 20: compute.v1.GetMachineRequest
+	(*GetMachineResponse)(nil),     // 21: compute.v1.GetMachineResponse
+	(*GetPowerRequest)(nil),        // 22: compute.v1.GetPowerRequest
+	(*GetPowerResponse)(nil),       // 23: compute.v1.GetPowerResponse
+	(*SetPowerRequest)(nil),        // 24: compute.v1.SetPowerRequest
+	(*SetPowerResponse)(nil),       // 25: compute.v1.SetPowerResponse
+	(*SetBootDeviceRequest)(nil),   // 26: compute.v1.SetBootDeviceRequest
+	(*SetBootDeviceResponse)(nil),  // 27: compute.v1.SetBootDeviceResponse
+	(*InspectRequest)(nil),         // 28: compute.v1.InspectRequest
+	(*InspectResponse)(nil),        // 29: compute.v1.InspectResponse
+	(*DeployRequest)(nil),          // 30: compute.v1.DeployRequest
+	(*DeployResponse)(nil),         // 31: compute.v1.DeployResponse
+	(*Workflow)(nil),               // 32: compute.v1.Workflow
+	(*Step)(nil),                   // 33: compute.v1.Step
+	(*StartWorkflowRequest)(nil),   // 34: compute.v1.StartWorkflowRequest
+	(*StartWorkflowResponse)(nil),  // 35: compute.v1.StartWorkflowResponse
+	(*CancelWorkflowRequest)(nil),  // 36: compute.v1.CancelWorkflowRequest
+	(*CancelWorkflowResponse)(nil), // 37: compute.v1.CancelWorkflowResponse
+	(*GetWorkflowRequest)(nil),     // 38: compute.v1.GetWorkflowRequest
+	(*GetWorkflowResponse)(nil),    // 39: compute.v1.GetWorkflowResponse
+	(*ListWorkflowsRequest)(nil),   // 40: compute.v1.ListWorkflowsRequest
+	(*ListWorkflowsResponse)(nil),  // 41: compute.v1.ListWorkflowsResponse
+	(*ImportArtifactRequest)(nil),  // 42: compute.v1.ImportArtifactRequest
+	(*ImportHeader)(nil),           // 43: compute.v1.ImportHeader
+	(*Artifact)(nil),               // 44: compute.v1.Artifact
+	(*ImportArtifactResponse)(nil), // 45: compute.v1.ImportArtifactResponse
+	(*ListArtifactsRequest)(nil),   // 46: compute.v1.ListArtifactsRequest
+	(*ListArtifactsResponse)(nil),  // 47: compute.v1.ListArtifactsResponse
+	(*EventRecord)(nil),            // 48: compute.v1.EventRecord
+	(*ListEventsRequest)(nil),      // 49: compute.v1.ListEventsRequest
+	(*ListEventsResponse)(nil),     // 50: compute.v1.ListEventsResponse
+	(*Driver)(nil),                 // 51: compute.v1.Driver
+	(*ListDriversRequest)(nil),     // 52: compute.v1.ListDriversRequest
+	(*ListDriversResponse)(nil),    // 53: compute.v1.ListDriversResponse
+	(*PlacementRequest)(nil),       // 54: compute.v1.PlacementRequest
+	(*PlacementCandidate)(nil),     // 55: compute.v1.PlacementCandidate
+	(*PlacementResponse)(nil),      // 56: compute.v1.PlacementResponse
+	(*Instance)(nil),               // 57: compute.v1.Instance
+	(*ApplyInstanceRequest)(nil),   // 58: compute.v1.ApplyInstanceRequest
+	(*ApplyInstanceResponse)(nil),  // 59: compute.v1.ApplyInstanceResponse
+	(*ListInstancesRequest)(nil),   // 60: compute.v1.ListInstancesRequest
+	(*ListInstancesResponse)(nil),  // 61: compute.v1.ListInstancesResponse
+	(*RemoveInstanceRequest)(nil),  // 62: compute.v1.RemoveInstanceRequest
+	(*RemoveInstanceResponse)(nil), // 63: compute.v1.RemoveInstanceResponse
+	nil,                            // 64: compute.v1.Machine.DriversEntry
+	nil,                            // 65: compute.v1.EnrollMachineRequest.DriversEntry
+	nil,                            // 66: compute.v1.Driver.RetrySafeEntry
+	nil,                            // 67: compute.v1.PlacementRequest.NodeLabelsEntry
+	nil,                            // 68: compute.v1.PlacementCandidate.LabelsEntry
+	(*structpb.ListValue)(nil),     // 69: google.protobuf.ListValue
 }
 var file_appliance_api_computev1_compute_proto_depIdxs = []int32{
 	0,  // 0: compute.v1.AddSiteResponse.site:type_name -> compute.v1.Site
 	0,  // 1: compute.v1.ListSitesResponse.items:type_name -> compute.v1.Site
-	5,  // 2: compute.v1.AddPoolResponse.pool:type_name -> compute.v1.Pool
-	5,  // 3: compute.v1.ListPoolsResponse.items:type_name -> compute.v1.Pool
-	12, // 4: compute.v1.Machine.bmc:type_name -> compute.v1.Bmc
-	12, // 5: compute.v1.EnrollMachineRequest.bmc:type_name -> compute.v1.Bmc
-	13, // 6: compute.v1.EnrollMachineResponse.machine:type_name -> compute.v1.Machine
-	13, // 7: compute.v1.ListMachinesResponse.items:type_name -> compute.v1.Machine
-	13, // 8: compute.v1.GetMachineResponse.machine:type_name -> compute.v1.Machine
-	31, // 9: compute.v1.Workflow.steps:type_name -> compute.v1.Step
-	30, // 10: compute.v1.GetWorkflowResponse.workflow:type_name -> compute.v1.Workflow
-	30, // 11: compute.v1.ListWorkflowsResponse.items:type_name -> compute.v1.Workflow
-	37, // 12: compute.v1.ImportArtifactRequest.header:type_name -> compute.v1.ImportHeader
-	38, // 13: compute.v1.ImportArtifactResponse.artifact:type_name -> compute.v1.Artifact
-	38, // 14: compute.v1.ListArtifactsResponse.items:type_name -> compute.v1.Artifact
-	42, // 15: compute.v1.ListEventsResponse.items:type_name -> compute.v1.EventRecord
-	1,  // 16: compute.v1.SiteService.Add:input_type -> compute.v1.AddSiteRequest
-	3,  // 17: compute.v1.SiteService.List:input_type -> compute.v1.ListSitesRequest
-	6,  // 18: compute.v1.PoolService.Add:input_type -> compute.v1.AddPoolRequest
-	8,  // 19: compute.v1.PoolService.List:input_type -> compute.v1.ListPoolsRequest
-	10, // 20: compute.v1.SecretService.Put:input_type -> compute.v1.PutSecretRequest
-	14, // 21: compute.v1.MetalService.Enroll:input_type -> compute.v1.EnrollMachineRequest
-	16, // 22: compute.v1.MetalService.List:input_type -> compute.v1.ListMachinesRequest
-	18, // 23: compute.v1.MetalService.Get:input_type -> compute.v1.GetMachineRequest
-	20, // 24: compute.v1.MetalService.GetPower:input_type -> compute.v1.GetPowerRequest
-	22, // 25: compute.v1.MetalService.SetPower:input_type -> compute.v1.SetPowerRequest
-	24, // 26: compute.v1.MetalService.SetBootDevice:input_type -> compute.v1.SetBootDeviceRequest
-	26, // 27: compute.v1.MetalService.Inspect:input_type -> compute.v1.InspectRequest
-	28, // 28: compute.v1.MetalService.Deploy:input_type -> compute.v1.DeployRequest
-	32, // 29: compute.v1.WorkflowService.Get:input_type -> compute.v1.GetWorkflowRequest
-	34, // 30: compute.v1.WorkflowService.List:input_type -> compute.v1.ListWorkflowsRequest
-	36, // 31: compute.v1.ArtifactService.Import:input_type -> compute.v1.ImportArtifactRequest
-	40, // 32: compute.v1.ArtifactService.List:input_type -> compute.v1.ListArtifactsRequest
-	43, // 33: compute.v1.EventService.List:input_type -> compute.v1.ListEventsRequest
-	2,  // 34: compute.v1.SiteService.Add:output_type -> compute.v1.AddSiteResponse
-	4,  // 35: compute.v1.SiteService.List:output_type -> compute.v1.ListSitesResponse
-	7,  // 36: compute.v1.PoolService.Add:output_type -> compute.v1.AddPoolResponse
-	9,  // 37: compute.v1.PoolService.List:output_type -> compute.v1.ListPoolsResponse
-	11, // 38: compute.v1.SecretService.Put:output_type -> compute.v1.PutSecretResponse
-	15, // 39: compute.v1.MetalService.Enroll:output_type -> compute.v1.EnrollMachineResponse
-	17, // 40: compute.v1.MetalService.List:output_type -> compute.v1.ListMachinesResponse
-	19, // 41: compute.v1.MetalService.Get:output_type -> compute.v1.GetMachineResponse
-	21, // 42: compute.v1.MetalService.GetPower:output_type -> compute.v1.GetPowerResponse
-	23, // 43: compute.v1.MetalService.SetPower:output_type -> compute.v1.SetPowerResponse
-	25, // 44: compute.v1.MetalService.SetBootDevice:output_type -> compute.v1.SetBootDeviceResponse
-	27, // 45: compute.v1.MetalService.Inspect:output_type -> compute.v1.InspectResponse
-	29, // 46: compute.v1.MetalService.Deploy:output_type -> compute.v1.DeployResponse
-	33, // 47: compute.v1.WorkflowService.Get:output_type -> compute.v1.GetWorkflowResponse
-	35, // 48: compute.v1.WorkflowService.List:output_type -> compute.v1.ListWorkflowsResponse
-	39, // 49: compute.v1.ArtifactService.Import:output_type -> compute.v1.ImportArtifactResponse
-	41, // 50: compute.v1.ArtifactService.List:output_type -> compute.v1.ListArtifactsResponse
-	44, // 51: compute.v1.EventService.List:output_type -> compute.v1.ListEventsResponse
-	34, // [34:52] is the sub-list for method output_type
-	16, // [16:34] is the sub-list for method input_type
-	16, // [16:16] is the sub-list for extension type_name
-	16, // [16:16] is the sub-list for extension extendee
-	0,  // [0:16] is the sub-list for field type_name
+	6,  // 2: compute.v1.Pool.policy:type_name -> compute.v1.PoolPolicy
+	6,  // 3: compute.v1.AddPoolRequest.policy:type_name -> compute.v1.PoolPolicy
+	5,  // 4: compute.v1.AddPoolResponse.pool:type_name -> compute.v1.Pool
+	5,  // 5: compute.v1.ListPoolsResponse.items:type_name -> compute.v1.Pool
+	13, // 6: compute.v1.Machine.bmc:type_name -> compute.v1.Bmc
+	64, // 7: compute.v1.Machine.drivers:type_name -> compute.v1.Machine.DriversEntry
+	13, // 8: compute.v1.EnrollMachineRequest.bmc:type_name -> compute.v1.Bmc
+	65, // 9: compute.v1.EnrollMachineRequest.drivers:type_name -> compute.v1.EnrollMachineRequest.DriversEntry
+	14, // 10: compute.v1.EnrollMachineResponse.machine:type_name -> compute.v1.Machine
+	14, // 11: compute.v1.ListMachinesResponse.items:type_name -> compute.v1.Machine
+	14, // 12: compute.v1.GetMachineResponse.machine:type_name -> compute.v1.Machine
+	33, // 13: compute.v1.Workflow.steps:type_name -> compute.v1.Step
+	32, // 14: compute.v1.GetWorkflowResponse.workflow:type_name -> compute.v1.Workflow
+	32, // 15: compute.v1.ListWorkflowsResponse.items:type_name -> compute.v1.Workflow
+	43, // 16: compute.v1.ImportArtifactRequest.header:type_name -> compute.v1.ImportHeader
+	44, // 17: compute.v1.ImportArtifactResponse.artifact:type_name -> compute.v1.Artifact
+	44, // 18: compute.v1.ListArtifactsResponse.items:type_name -> compute.v1.Artifact
+	48, // 19: compute.v1.ListEventsResponse.items:type_name -> compute.v1.EventRecord
+	66, // 20: compute.v1.Driver.retry_safe:type_name -> compute.v1.Driver.RetrySafeEntry
+	51, // 21: compute.v1.ListDriversResponse.items:type_name -> compute.v1.Driver
+	67, // 22: compute.v1.PlacementRequest.node_labels:type_name -> compute.v1.PlacementRequest.NodeLabelsEntry
+	68, // 23: compute.v1.PlacementCandidate.labels:type_name -> compute.v1.PlacementCandidate.LabelsEntry
+	55, // 24: compute.v1.PlacementResponse.items:type_name -> compute.v1.PlacementCandidate
+	57, // 25: compute.v1.ApplyInstanceResponse.instance:type_name -> compute.v1.Instance
+	57, // 26: compute.v1.ListInstancesResponse.items:type_name -> compute.v1.Instance
+	15, // 27: compute.v1.Machine.DriversEntry.value:type_name -> compute.v1.DriverBinding
+	15, // 28: compute.v1.EnrollMachineRequest.DriversEntry.value:type_name -> compute.v1.DriverBinding
+	69, // 29: compute.v1.Driver.RetrySafeEntry.value:type_name -> google.protobuf.ListValue
+	1,  // 30: compute.v1.SiteService.Add:input_type -> compute.v1.AddSiteRequest
+	3,  // 31: compute.v1.SiteService.List:input_type -> compute.v1.ListSitesRequest
+	7,  // 32: compute.v1.PoolService.Add:input_type -> compute.v1.AddPoolRequest
+	9,  // 33: compute.v1.PoolService.List:input_type -> compute.v1.ListPoolsRequest
+	11, // 34: compute.v1.SecretService.Put:input_type -> compute.v1.PutSecretRequest
+	16, // 35: compute.v1.MetalService.Enroll:input_type -> compute.v1.EnrollMachineRequest
+	18, // 36: compute.v1.MetalService.List:input_type -> compute.v1.ListMachinesRequest
+	20, // 37: compute.v1.MetalService.Get:input_type -> compute.v1.GetMachineRequest
+	22, // 38: compute.v1.MetalService.GetPower:input_type -> compute.v1.GetPowerRequest
+	24, // 39: compute.v1.MetalService.SetPower:input_type -> compute.v1.SetPowerRequest
+	26, // 40: compute.v1.MetalService.SetBootDevice:input_type -> compute.v1.SetBootDeviceRequest
+	28, // 41: compute.v1.MetalService.Inspect:input_type -> compute.v1.InspectRequest
+	30, // 42: compute.v1.MetalService.Deploy:input_type -> compute.v1.DeployRequest
+	34, // 43: compute.v1.WorkflowService.Start:input_type -> compute.v1.StartWorkflowRequest
+	36, // 44: compute.v1.WorkflowService.Cancel:input_type -> compute.v1.CancelWorkflowRequest
+	38, // 45: compute.v1.WorkflowService.Get:input_type -> compute.v1.GetWorkflowRequest
+	40, // 46: compute.v1.WorkflowService.List:input_type -> compute.v1.ListWorkflowsRequest
+	42, // 47: compute.v1.ArtifactService.Import:input_type -> compute.v1.ImportArtifactRequest
+	46, // 48: compute.v1.ArtifactService.List:input_type -> compute.v1.ListArtifactsRequest
+	49, // 49: compute.v1.EventService.List:input_type -> compute.v1.ListEventsRequest
+	52, // 50: compute.v1.DriverService.List:input_type -> compute.v1.ListDriversRequest
+	54, // 51: compute.v1.PlacementService.Find:input_type -> compute.v1.PlacementRequest
+	58, // 52: compute.v1.InstanceService.Apply:input_type -> compute.v1.ApplyInstanceRequest
+	60, // 53: compute.v1.InstanceService.List:input_type -> compute.v1.ListInstancesRequest
+	62, // 54: compute.v1.InstanceService.Remove:input_type -> compute.v1.RemoveInstanceRequest
+	2,  // 55: compute.v1.SiteService.Add:output_type -> compute.v1.AddSiteResponse
+	4,  // 56: compute.v1.SiteService.List:output_type -> compute.v1.ListSitesResponse
+	8,  // 57: compute.v1.PoolService.Add:output_type -> compute.v1.AddPoolResponse
+	10, // 58: compute.v1.PoolService.List:output_type -> compute.v1.ListPoolsResponse
+	12, // 59: compute.v1.SecretService.Put:output_type -> compute.v1.PutSecretResponse
+	17, // 60: compute.v1.MetalService.Enroll:output_type -> compute.v1.EnrollMachineResponse
+	19, // 61: compute.v1.MetalService.List:output_type -> compute.v1.ListMachinesResponse
+	21, // 62: compute.v1.MetalService.Get:output_type -> compute.v1.GetMachineResponse
+	23, // 63: compute.v1.MetalService.GetPower:output_type -> compute.v1.GetPowerResponse
+	25, // 64: compute.v1.MetalService.SetPower:output_type -> compute.v1.SetPowerResponse
+	27, // 65: compute.v1.MetalService.SetBootDevice:output_type -> compute.v1.SetBootDeviceResponse
+	29, // 66: compute.v1.MetalService.Inspect:output_type -> compute.v1.InspectResponse
+	31, // 67: compute.v1.MetalService.Deploy:output_type -> compute.v1.DeployResponse
+	35, // 68: compute.v1.WorkflowService.Start:output_type -> compute.v1.StartWorkflowResponse
+	37, // 69: compute.v1.WorkflowService.Cancel:output_type -> compute.v1.CancelWorkflowResponse
+	39, // 70: compute.v1.WorkflowService.Get:output_type -> compute.v1.GetWorkflowResponse
+	41, // 71: compute.v1.WorkflowService.List:output_type -> compute.v1.ListWorkflowsResponse
+	45, // 72: compute.v1.ArtifactService.Import:output_type -> compute.v1.ImportArtifactResponse
+	47, // 73: compute.v1.ArtifactService.List:output_type -> compute.v1.ListArtifactsResponse
+	50, // 74: compute.v1.EventService.List:output_type -> compute.v1.ListEventsResponse
+	53, // 75: compute.v1.DriverService.List:output_type -> compute.v1.ListDriversResponse
+	56, // 76: compute.v1.PlacementService.Find:output_type -> compute.v1.PlacementResponse
+	59, // 77: compute.v1.InstanceService.Apply:output_type -> compute.v1.ApplyInstanceResponse
+	61, // 78: compute.v1.InstanceService.List:output_type -> compute.v1.ListInstancesResponse
+	63, // 79: compute.v1.InstanceService.Remove:output_type -> compute.v1.RemoveInstanceResponse
+	55, // [55:80] is the sub-list for method output_type
+	30, // [30:55] is the sub-list for method input_type
+	30, // [30:30] is the sub-list for extension type_name
+	30, // [30:30] is the sub-list for extension extendee
+	0,  // [0:30] is the sub-list for field type_name
 }
 
 func init() { file_appliance_api_computev1_compute_proto_init() }
@@ -3002,7 +4325,7 @@ func file_appliance_api_computev1_compute_proto_init() {
 	if File_appliance_api_computev1_compute_proto != nil {
 		return
 	}
-	file_appliance_api_computev1_compute_proto_msgTypes[36].OneofWrappers = []any{
+	file_appliance_api_computev1_compute_proto_msgTypes[42].OneofWrappers = []any{
 		(*ImportArtifactRequest_Header)(nil),
 		(*ImportArtifactRequest_Data)(nil),
 	}
@@ -3012,9 +4335,9 @@ func file_appliance_api_computev1_compute_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_appliance_api_computev1_compute_proto_rawDesc), len(file_appliance_api_computev1_compute_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   45,
+			NumMessages:   69,
 			NumExtensions: 0,
-			NumServices:   7,
+			NumServices:   10,
 		},
 		GoTypes:           file_appliance_api_computev1_compute_proto_goTypes,
 		DependencyIndexes: file_appliance_api_computev1_compute_proto_depIdxs,

@@ -86,7 +86,7 @@ func (a *API) Register(handle func(pattern string, h http.Handler)) {
 	mount(computev1connect.NewPoolServiceHandler(poolService{a}, options...))
 	mount(computev1connect.NewSecretServiceHandler(secretService{a}, options...))
 	mount(computev1connect.NewMetalServiceHandler(metalService{a}, options...))
-	mount(computev1connect.NewWorkflowServiceHandler(workflowService{a}, options...))
+	mount(computev1connect.NewWorkflowServiceHandler(workflowService{API: a}, options...))
 	mount(computev1connect.NewArtifactServiceHandler(artifactService{a}, options...))
 	mount(computev1connect.NewEventServiceHandler(eventService{a}, options...))
 }

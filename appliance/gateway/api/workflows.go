@@ -6,12 +6,16 @@ import (
 	"connectrpc.com/connect"
 
 	"github.com/better-compute/site-appliance/appliance/api/computev1"
+	"github.com/better-compute/site-appliance/appliance/api/computev1/computev1connect"
 	"github.com/better-compute/site-appliance/appliance/gateway/api/apierr"
 	"github.com/better-compute/site-appliance/appliance/gateway/store"
 	"github.com/better-compute/site-appliance/appliance/gateway/workflow"
 )
 
-type workflowService struct{ *API }
+type workflowService struct {
+	*API
+	computev1connect.UnimplementedWorkflowServiceHandler
+}
 
 // Get tells a workflow and its steps.
 func (s workflowService) Get(ctx context.Context, req *connect.Request[computev1.GetWorkflowRequest]) (*connect.Response[computev1.GetWorkflowResponse], error) {

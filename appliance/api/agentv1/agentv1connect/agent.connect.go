@@ -32,6 +32,8 @@ const (
 	SecretServiceName = "bettercompute.agent.v1.SecretService"
 	// ArtifactServiceName is the fully-qualified name of the ArtifactService service.
 	ArtifactServiceName = "bettercompute.agent.v1.ArtifactService"
+	// NodeServiceName is the fully-qualified name of the NodeService service.
+	NodeServiceName = "bettercompute.agent.v1.NodeService"
 )
 
 // These constants are the fully-qualified names of the RPCs defined in this package. They're
@@ -52,6 +54,8 @@ const (
 	SecretServiceResolveProcedure = "/bettercompute.agent.v1.SecretService/Resolve"
 	// ArtifactServiceLocateProcedure is the fully-qualified name of the ArtifactService's Locate RPC.
 	ArtifactServiceLocateProcedure = "/bettercompute.agent.v1.ArtifactService/Locate"
+	// NodeServiceGetSpecProcedure is the fully-qualified name of the NodeService's GetSpec RPC.
+	NodeServiceGetSpecProcedure = "/bettercompute.agent.v1.NodeService/GetSpec"
 )
 
 // EnrolmentServiceClient is a client for the bettercompute.agent.v1.EnrolmentService service.
@@ -360,4 +364,74 @@ type UnimplementedArtifactServiceHandler struct{}
 
 func (UnimplementedArtifactServiceHandler) Locate(context.Context, *connect.Request[agentv1.LocateRequest]) (*connect.Response[agentv1.LocateResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("bettercompute.agent.v1.ArtifactService.Locate is not implemented"))
+}
+
+// NodeServiceClient is a client for the bettercompute.agent.v1.NodeService service.
+type NodeServiceClient interface {
+	GetSpec(context.Context, *connect.Request[agentv1.GetSpecRequest]) (*connect.Response[agentv1.GetSpecResponse], error)
+}
+
+// NewNodeServiceClient constructs a client for the bettercompute.agent.v1.NodeService service. By
+// default, it uses the Connect protocol with the binary Protobuf Codec, asks for gzipped responses,
+// and sends uncompressed requests. To use the gRPC or gRPC-Web protocols, supply the
+// connect.WithGRPC() or connect.WithGRPCWeb() options.
+//
+// The URL supplied here should be the base URL for the Connect or gRPC server (for example,
+// http://api.acme.com or https://acme.com/grpc).
+func NewNodeServiceClient(httpClient connect.HTTPClient, baseURL string, opts ...connect.ClientOption) NodeServiceClient {
+	baseURL = strings.TrimRight(baseURL, "/")
+	nodeServiceMethods := agentv1.File_appliance_api_agentv1_agent_proto.Services().ByName("NodeService").Methods()
+	return &nodeServiceClient{
+		getSpec: connect.NewClient[agentv1.GetSpecRequest, agentv1.GetSpecResponse](
+			httpClient,
+			baseURL+NodeServiceGetSpecProcedure,
+			connect.WithSchema(nodeServiceMethods.ByName("GetSpec")),
+			connect.WithClientOptions(opts...),
+		),
+	}
+}
+
+// nodeServiceClient implements NodeServiceClient.
+type nodeServiceClient struct {
+	getSpec *connect.Client[agentv1.GetSpecRequest, agentv1.GetSpecResponse]
+}
+
+// GetSpec calls bettercompute.agent.v1.NodeService.GetSpec.
+func (c *nodeServiceClient) GetSpec(ctx context.Context, req *connect.Request[agentv1.GetSpecRequest]) (*connect.Response[agentv1.GetSpecResponse], error) {
+	return c.getSpec.CallUnary(ctx, req)
+}
+
+// NodeServiceHandler is an implementation of the bettercompute.agent.v1.NodeService service.
+type NodeServiceHandler interface {
+	GetSpec(context.Context, *connect.Request[agentv1.GetSpecRequest]) (*connect.Response[agentv1.GetSpecResponse], error)
+}
+
+// NewNodeServiceHandler builds an HTTP handler from the service implementation. It returns the path
+// on which to mount the handler and the handler itself.
+//
+// By default, handlers support the Connect, gRPC, and gRPC-Web protocols with the binary Protobuf
+// and JSON codecs. They also support gzip compression.
+func NewNodeServiceHandler(svc NodeServiceHandler, opts ...connect.HandlerOption) (string, http.Handler) {
+	nodeServiceMethods := agentv1.File_appliance_api_agentv1_agent_proto.Services().ByName("NodeService").Methods()
+	nodeServiceGetSpecHandler := connect.NewUnaryHandler(
+		NodeServiceGetSpecProcedure,
+		svc.GetSpec,
+		connect.WithSchema(nodeServiceMethods.ByName("GetSpec")),
+		connect.WithHandlerOptions(opts...),
+	)
+	return "/bettercompute.agent.v1.NodeService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		switch r.URL.Path {
+		case NodeServiceGetSpecProcedure:
+			nodeServiceGetSpecHandler.ServeHTTP(w, r)
+		default:
+			http.NotFound(w, r)
+		}
+	})
+}
+
+// UnimplementedNodeServiceHandler returns CodeUnimplemented from all methods.
+type UnimplementedNodeServiceHandler struct{}
+
+func (UnimplementedNodeServiceHandler) GetSpec(context.Context, *connect.Request[agentv1.GetSpecRequest]) (*connect.Response[agentv1.GetSpecResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("bettercompute.agent.v1.NodeService.GetSpec is not implemented"))
 }

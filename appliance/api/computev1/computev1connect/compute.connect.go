@@ -38,6 +38,12 @@ const (
 	ArtifactServiceName = "compute.v1.ArtifactService"
 	// EventServiceName is the fully-qualified name of the EventService service.
 	EventServiceName = "compute.v1.EventService"
+	// DriverServiceName is the fully-qualified name of the DriverService service.
+	DriverServiceName = "compute.v1.DriverService"
+	// PlacementServiceName is the fully-qualified name of the PlacementService service.
+	PlacementServiceName = "compute.v1.PlacementService"
+	// InstanceServiceName is the fully-qualified name of the InstanceService service.
+	InstanceServiceName = "compute.v1.InstanceService"
 )
 
 // These constants are the fully-qualified names of the RPCs defined in this package. They're
@@ -75,6 +81,10 @@ const (
 	MetalServiceInspectProcedure = "/compute.v1.MetalService/Inspect"
 	// MetalServiceDeployProcedure is the fully-qualified name of the MetalService's Deploy RPC.
 	MetalServiceDeployProcedure = "/compute.v1.MetalService/Deploy"
+	// WorkflowServiceStartProcedure is the fully-qualified name of the WorkflowService's Start RPC.
+	WorkflowServiceStartProcedure = "/compute.v1.WorkflowService/Start"
+	// WorkflowServiceCancelProcedure is the fully-qualified name of the WorkflowService's Cancel RPC.
+	WorkflowServiceCancelProcedure = "/compute.v1.WorkflowService/Cancel"
 	// WorkflowServiceGetProcedure is the fully-qualified name of the WorkflowService's Get RPC.
 	WorkflowServiceGetProcedure = "/compute.v1.WorkflowService/Get"
 	// WorkflowServiceListProcedure is the fully-qualified name of the WorkflowService's List RPC.
@@ -85,6 +95,16 @@ const (
 	ArtifactServiceListProcedure = "/compute.v1.ArtifactService/List"
 	// EventServiceListProcedure is the fully-qualified name of the EventService's List RPC.
 	EventServiceListProcedure = "/compute.v1.EventService/List"
+	// DriverServiceListProcedure is the fully-qualified name of the DriverService's List RPC.
+	DriverServiceListProcedure = "/compute.v1.DriverService/List"
+	// PlacementServiceFindProcedure is the fully-qualified name of the PlacementService's Find RPC.
+	PlacementServiceFindProcedure = "/compute.v1.PlacementService/Find"
+	// InstanceServiceApplyProcedure is the fully-qualified name of the InstanceService's Apply RPC.
+	InstanceServiceApplyProcedure = "/compute.v1.InstanceService/Apply"
+	// InstanceServiceListProcedure is the fully-qualified name of the InstanceService's List RPC.
+	InstanceServiceListProcedure = "/compute.v1.InstanceService/List"
+	// InstanceServiceRemoveProcedure is the fully-qualified name of the InstanceService's Remove RPC.
+	InstanceServiceRemoveProcedure = "/compute.v1.InstanceService/Remove"
 )
 
 // SiteServiceClient is a client for the compute.v1.SiteService service.
@@ -605,6 +625,9 @@ func (UnimplementedMetalServiceHandler) Deploy(context.Context, *connect.Request
 
 // WorkflowServiceClient is a client for the compute.v1.WorkflowService service.
 type WorkflowServiceClient interface {
+	// Runs a profile's steps on a machine.
+	Start(context.Context, *connect.Request[computev1.StartWorkflowRequest]) (*connect.Response[computev1.StartWorkflowResponse], error)
+	Cancel(context.Context, *connect.Request[computev1.CancelWorkflowRequest]) (*connect.Response[computev1.CancelWorkflowResponse], error)
 	Get(context.Context, *connect.Request[computev1.GetWorkflowRequest]) (*connect.Response[computev1.GetWorkflowResponse], error)
 	List(context.Context, *connect.Request[computev1.ListWorkflowsRequest]) (*connect.Response[computev1.ListWorkflowsResponse], error)
 }
@@ -620,6 +643,18 @@ func NewWorkflowServiceClient(httpClient connect.HTTPClient, baseURL string, opt
 	baseURL = strings.TrimRight(baseURL, "/")
 	workflowServiceMethods := computev1.File_appliance_api_computev1_compute_proto.Services().ByName("WorkflowService").Methods()
 	return &workflowServiceClient{
+		start: connect.NewClient[computev1.StartWorkflowRequest, computev1.StartWorkflowResponse](
+			httpClient,
+			baseURL+WorkflowServiceStartProcedure,
+			connect.WithSchema(workflowServiceMethods.ByName("Start")),
+			connect.WithClientOptions(opts...),
+		),
+		cancel: connect.NewClient[computev1.CancelWorkflowRequest, computev1.CancelWorkflowResponse](
+			httpClient,
+			baseURL+WorkflowServiceCancelProcedure,
+			connect.WithSchema(workflowServiceMethods.ByName("Cancel")),
+			connect.WithClientOptions(opts...),
+		),
 		get: connect.NewClient[computev1.GetWorkflowRequest, computev1.GetWorkflowResponse](
 			httpClient,
 			baseURL+WorkflowServiceGetProcedure,
@@ -637,8 +672,20 @@ func NewWorkflowServiceClient(httpClient connect.HTTPClient, baseURL string, opt
 
 // workflowServiceClient implements WorkflowServiceClient.
 type workflowServiceClient struct {
-	get  *connect.Client[computev1.GetWorkflowRequest, computev1.GetWorkflowResponse]
-	list *connect.Client[computev1.ListWorkflowsRequest, computev1.ListWorkflowsResponse]
+	start  *connect.Client[computev1.StartWorkflowRequest, computev1.StartWorkflowResponse]
+	cancel *connect.Client[computev1.CancelWorkflowRequest, computev1.CancelWorkflowResponse]
+	get    *connect.Client[computev1.GetWorkflowRequest, computev1.GetWorkflowResponse]
+	list   *connect.Client[computev1.ListWorkflowsRequest, computev1.ListWorkflowsResponse]
+}
+
+// Start calls compute.v1.WorkflowService.Start.
+func (c *workflowServiceClient) Start(ctx context.Context, req *connect.Request[computev1.StartWorkflowRequest]) (*connect.Response[computev1.StartWorkflowResponse], error) {
+	return c.start.CallUnary(ctx, req)
+}
+
+// Cancel calls compute.v1.WorkflowService.Cancel.
+func (c *workflowServiceClient) Cancel(ctx context.Context, req *connect.Request[computev1.CancelWorkflowRequest]) (*connect.Response[computev1.CancelWorkflowResponse], error) {
+	return c.cancel.CallUnary(ctx, req)
 }
 
 // Get calls compute.v1.WorkflowService.Get.
@@ -653,6 +700,9 @@ func (c *workflowServiceClient) List(ctx context.Context, req *connect.Request[c
 
 // WorkflowServiceHandler is an implementation of the compute.v1.WorkflowService service.
 type WorkflowServiceHandler interface {
+	// Runs a profile's steps on a machine.
+	Start(context.Context, *connect.Request[computev1.StartWorkflowRequest]) (*connect.Response[computev1.StartWorkflowResponse], error)
+	Cancel(context.Context, *connect.Request[computev1.CancelWorkflowRequest]) (*connect.Response[computev1.CancelWorkflowResponse], error)
 	Get(context.Context, *connect.Request[computev1.GetWorkflowRequest]) (*connect.Response[computev1.GetWorkflowResponse], error)
 	List(context.Context, *connect.Request[computev1.ListWorkflowsRequest]) (*connect.Response[computev1.ListWorkflowsResponse], error)
 }
@@ -664,6 +714,18 @@ type WorkflowServiceHandler interface {
 // and JSON codecs. They also support gzip compression.
 func NewWorkflowServiceHandler(svc WorkflowServiceHandler, opts ...connect.HandlerOption) (string, http.Handler) {
 	workflowServiceMethods := computev1.File_appliance_api_computev1_compute_proto.Services().ByName("WorkflowService").Methods()
+	workflowServiceStartHandler := connect.NewUnaryHandler(
+		WorkflowServiceStartProcedure,
+		svc.Start,
+		connect.WithSchema(workflowServiceMethods.ByName("Start")),
+		connect.WithHandlerOptions(opts...),
+	)
+	workflowServiceCancelHandler := connect.NewUnaryHandler(
+		WorkflowServiceCancelProcedure,
+		svc.Cancel,
+		connect.WithSchema(workflowServiceMethods.ByName("Cancel")),
+		connect.WithHandlerOptions(opts...),
+	)
 	workflowServiceGetHandler := connect.NewUnaryHandler(
 		WorkflowServiceGetProcedure,
 		svc.Get,
@@ -678,6 +740,10 @@ func NewWorkflowServiceHandler(svc WorkflowServiceHandler, opts ...connect.Handl
 	)
 	return "/compute.v1.WorkflowService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
+		case WorkflowServiceStartProcedure:
+			workflowServiceStartHandler.ServeHTTP(w, r)
+		case WorkflowServiceCancelProcedure:
+			workflowServiceCancelHandler.ServeHTTP(w, r)
 		case WorkflowServiceGetProcedure:
 			workflowServiceGetHandler.ServeHTTP(w, r)
 		case WorkflowServiceListProcedure:
@@ -690,6 +756,14 @@ func NewWorkflowServiceHandler(svc WorkflowServiceHandler, opts ...connect.Handl
 
 // UnimplementedWorkflowServiceHandler returns CodeUnimplemented from all methods.
 type UnimplementedWorkflowServiceHandler struct{}
+
+func (UnimplementedWorkflowServiceHandler) Start(context.Context, *connect.Request[computev1.StartWorkflowRequest]) (*connect.Response[computev1.StartWorkflowResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.WorkflowService.Start is not implemented"))
+}
+
+func (UnimplementedWorkflowServiceHandler) Cancel(context.Context, *connect.Request[computev1.CancelWorkflowRequest]) (*connect.Response[computev1.CancelWorkflowResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.WorkflowService.Cancel is not implemented"))
+}
 
 func (UnimplementedWorkflowServiceHandler) Get(context.Context, *connect.Request[computev1.GetWorkflowRequest]) (*connect.Response[computev1.GetWorkflowResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.WorkflowService.Get is not implemented"))
@@ -865,4 +939,268 @@ type UnimplementedEventServiceHandler struct{}
 
 func (UnimplementedEventServiceHandler) List(context.Context, *connect.Request[computev1.ListEventsRequest]) (*connect.Response[computev1.ListEventsResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.EventService.List is not implemented"))
+}
+
+// DriverServiceClient is a client for the compute.v1.DriverService service.
+type DriverServiceClient interface {
+	List(context.Context, *connect.Request[computev1.ListDriversRequest]) (*connect.Response[computev1.ListDriversResponse], error)
+}
+
+// NewDriverServiceClient constructs a client for the compute.v1.DriverService service. By default,
+// it uses the Connect protocol with the binary Protobuf Codec, asks for gzipped responses, and
+// sends uncompressed requests. To use the gRPC or gRPC-Web protocols, supply the connect.WithGRPC()
+// or connect.WithGRPCWeb() options.
+//
+// The URL supplied here should be the base URL for the Connect or gRPC server (for example,
+// http://api.acme.com or https://acme.com/grpc).
+func NewDriverServiceClient(httpClient connect.HTTPClient, baseURL string, opts ...connect.ClientOption) DriverServiceClient {
+	baseURL = strings.TrimRight(baseURL, "/")
+	driverServiceMethods := computev1.File_appliance_api_computev1_compute_proto.Services().ByName("DriverService").Methods()
+	return &driverServiceClient{
+		list: connect.NewClient[computev1.ListDriversRequest, computev1.ListDriversResponse](
+			httpClient,
+			baseURL+DriverServiceListProcedure,
+			connect.WithSchema(driverServiceMethods.ByName("List")),
+			connect.WithClientOptions(opts...),
+		),
+	}
+}
+
+// driverServiceClient implements DriverServiceClient.
+type driverServiceClient struct {
+	list *connect.Client[computev1.ListDriversRequest, computev1.ListDriversResponse]
+}
+
+// List calls compute.v1.DriverService.List.
+func (c *driverServiceClient) List(ctx context.Context, req *connect.Request[computev1.ListDriversRequest]) (*connect.Response[computev1.ListDriversResponse], error) {
+	return c.list.CallUnary(ctx, req)
+}
+
+// DriverServiceHandler is an implementation of the compute.v1.DriverService service.
+type DriverServiceHandler interface {
+	List(context.Context, *connect.Request[computev1.ListDriversRequest]) (*connect.Response[computev1.ListDriversResponse], error)
+}
+
+// NewDriverServiceHandler builds an HTTP handler from the service implementation. It returns the
+// path on which to mount the handler and the handler itself.
+//
+// By default, handlers support the Connect, gRPC, and gRPC-Web protocols with the binary Protobuf
+// and JSON codecs. They also support gzip compression.
+func NewDriverServiceHandler(svc DriverServiceHandler, opts ...connect.HandlerOption) (string, http.Handler) {
+	driverServiceMethods := computev1.File_appliance_api_computev1_compute_proto.Services().ByName("DriverService").Methods()
+	driverServiceListHandler := connect.NewUnaryHandler(
+		DriverServiceListProcedure,
+		svc.List,
+		connect.WithSchema(driverServiceMethods.ByName("List")),
+		connect.WithHandlerOptions(opts...),
+	)
+	return "/compute.v1.DriverService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		switch r.URL.Path {
+		case DriverServiceListProcedure:
+			driverServiceListHandler.ServeHTTP(w, r)
+		default:
+			http.NotFound(w, r)
+		}
+	})
+}
+
+// UnimplementedDriverServiceHandler returns CodeUnimplemented from all methods.
+type UnimplementedDriverServiceHandler struct{}
+
+func (UnimplementedDriverServiceHandler) List(context.Context, *connect.Request[computev1.ListDriversRequest]) (*connect.Response[computev1.ListDriversResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.DriverService.List is not implemented"))
+}
+
+// PlacementServiceClient is a client for the compute.v1.PlacementService service.
+type PlacementServiceClient interface {
+	Find(context.Context, *connect.Request[computev1.PlacementRequest]) (*connect.Response[computev1.PlacementResponse], error)
+}
+
+// NewPlacementServiceClient constructs a client for the compute.v1.PlacementService service. By
+// default, it uses the Connect protocol with the binary Protobuf Codec, asks for gzipped responses,
+// and sends uncompressed requests. To use the gRPC or gRPC-Web protocols, supply the
+// connect.WithGRPC() or connect.WithGRPCWeb() options.
+//
+// The URL supplied here should be the base URL for the Connect or gRPC server (for example,
+// http://api.acme.com or https://acme.com/grpc).
+func NewPlacementServiceClient(httpClient connect.HTTPClient, baseURL string, opts ...connect.ClientOption) PlacementServiceClient {
+	baseURL = strings.TrimRight(baseURL, "/")
+	placementServiceMethods := computev1.File_appliance_api_computev1_compute_proto.Services().ByName("PlacementService").Methods()
+	return &placementServiceClient{
+		find: connect.NewClient[computev1.PlacementRequest, computev1.PlacementResponse](
+			httpClient,
+			baseURL+PlacementServiceFindProcedure,
+			connect.WithSchema(placementServiceMethods.ByName("Find")),
+			connect.WithClientOptions(opts...),
+		),
+	}
+}
+
+// placementServiceClient implements PlacementServiceClient.
+type placementServiceClient struct {
+	find *connect.Client[computev1.PlacementRequest, computev1.PlacementResponse]
+}
+
+// Find calls compute.v1.PlacementService.Find.
+func (c *placementServiceClient) Find(ctx context.Context, req *connect.Request[computev1.PlacementRequest]) (*connect.Response[computev1.PlacementResponse], error) {
+	return c.find.CallUnary(ctx, req)
+}
+
+// PlacementServiceHandler is an implementation of the compute.v1.PlacementService service.
+type PlacementServiceHandler interface {
+	Find(context.Context, *connect.Request[computev1.PlacementRequest]) (*connect.Response[computev1.PlacementResponse], error)
+}
+
+// NewPlacementServiceHandler builds an HTTP handler from the service implementation. It returns the
+// path on which to mount the handler and the handler itself.
+//
+// By default, handlers support the Connect, gRPC, and gRPC-Web protocols with the binary Protobuf
+// and JSON codecs. They also support gzip compression.
+func NewPlacementServiceHandler(svc PlacementServiceHandler, opts ...connect.HandlerOption) (string, http.Handler) {
+	placementServiceMethods := computev1.File_appliance_api_computev1_compute_proto.Services().ByName("PlacementService").Methods()
+	placementServiceFindHandler := connect.NewUnaryHandler(
+		PlacementServiceFindProcedure,
+		svc.Find,
+		connect.WithSchema(placementServiceMethods.ByName("Find")),
+		connect.WithHandlerOptions(opts...),
+	)
+	return "/compute.v1.PlacementService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		switch r.URL.Path {
+		case PlacementServiceFindProcedure:
+			placementServiceFindHandler.ServeHTTP(w, r)
+		default:
+			http.NotFound(w, r)
+		}
+	})
+}
+
+// UnimplementedPlacementServiceHandler returns CodeUnimplemented from all methods.
+type UnimplementedPlacementServiceHandler struct{}
+
+func (UnimplementedPlacementServiceHandler) Find(context.Context, *connect.Request[computev1.PlacementRequest]) (*connect.Response[computev1.PlacementResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.PlacementService.Find is not implemented"))
+}
+
+// InstanceServiceClient is a client for the compute.v1.InstanceService service.
+type InstanceServiceClient interface {
+	// Stores what is wanted and hands it to the node.
+	Apply(context.Context, *connect.Request[computev1.ApplyInstanceRequest]) (*connect.Response[computev1.ApplyInstanceResponse], error)
+	List(context.Context, *connect.Request[computev1.ListInstancesRequest]) (*connect.Response[computev1.ListInstancesResponse], error)
+	Remove(context.Context, *connect.Request[computev1.RemoveInstanceRequest]) (*connect.Response[computev1.RemoveInstanceResponse], error)
+}
+
+// NewInstanceServiceClient constructs a client for the compute.v1.InstanceService service. By
+// default, it uses the Connect protocol with the binary Protobuf Codec, asks for gzipped responses,
+// and sends uncompressed requests. To use the gRPC or gRPC-Web protocols, supply the
+// connect.WithGRPC() or connect.WithGRPCWeb() options.
+//
+// The URL supplied here should be the base URL for the Connect or gRPC server (for example,
+// http://api.acme.com or https://acme.com/grpc).
+func NewInstanceServiceClient(httpClient connect.HTTPClient, baseURL string, opts ...connect.ClientOption) InstanceServiceClient {
+	baseURL = strings.TrimRight(baseURL, "/")
+	instanceServiceMethods := computev1.File_appliance_api_computev1_compute_proto.Services().ByName("InstanceService").Methods()
+	return &instanceServiceClient{
+		apply: connect.NewClient[computev1.ApplyInstanceRequest, computev1.ApplyInstanceResponse](
+			httpClient,
+			baseURL+InstanceServiceApplyProcedure,
+			connect.WithSchema(instanceServiceMethods.ByName("Apply")),
+			connect.WithClientOptions(opts...),
+		),
+		list: connect.NewClient[computev1.ListInstancesRequest, computev1.ListInstancesResponse](
+			httpClient,
+			baseURL+InstanceServiceListProcedure,
+			connect.WithSchema(instanceServiceMethods.ByName("List")),
+			connect.WithClientOptions(opts...),
+		),
+		remove: connect.NewClient[computev1.RemoveInstanceRequest, computev1.RemoveInstanceResponse](
+			httpClient,
+			baseURL+InstanceServiceRemoveProcedure,
+			connect.WithSchema(instanceServiceMethods.ByName("Remove")),
+			connect.WithClientOptions(opts...),
+		),
+	}
+}
+
+// instanceServiceClient implements InstanceServiceClient.
+type instanceServiceClient struct {
+	apply  *connect.Client[computev1.ApplyInstanceRequest, computev1.ApplyInstanceResponse]
+	list   *connect.Client[computev1.ListInstancesRequest, computev1.ListInstancesResponse]
+	remove *connect.Client[computev1.RemoveInstanceRequest, computev1.RemoveInstanceResponse]
+}
+
+// Apply calls compute.v1.InstanceService.Apply.
+func (c *instanceServiceClient) Apply(ctx context.Context, req *connect.Request[computev1.ApplyInstanceRequest]) (*connect.Response[computev1.ApplyInstanceResponse], error) {
+	return c.apply.CallUnary(ctx, req)
+}
+
+// List calls compute.v1.InstanceService.List.
+func (c *instanceServiceClient) List(ctx context.Context, req *connect.Request[computev1.ListInstancesRequest]) (*connect.Response[computev1.ListInstancesResponse], error) {
+	return c.list.CallUnary(ctx, req)
+}
+
+// Remove calls compute.v1.InstanceService.Remove.
+func (c *instanceServiceClient) Remove(ctx context.Context, req *connect.Request[computev1.RemoveInstanceRequest]) (*connect.Response[computev1.RemoveInstanceResponse], error) {
+	return c.remove.CallUnary(ctx, req)
+}
+
+// InstanceServiceHandler is an implementation of the compute.v1.InstanceService service.
+type InstanceServiceHandler interface {
+	// Stores what is wanted and hands it to the node.
+	Apply(context.Context, *connect.Request[computev1.ApplyInstanceRequest]) (*connect.Response[computev1.ApplyInstanceResponse], error)
+	List(context.Context, *connect.Request[computev1.ListInstancesRequest]) (*connect.Response[computev1.ListInstancesResponse], error)
+	Remove(context.Context, *connect.Request[computev1.RemoveInstanceRequest]) (*connect.Response[computev1.RemoveInstanceResponse], error)
+}
+
+// NewInstanceServiceHandler builds an HTTP handler from the service implementation. It returns the
+// path on which to mount the handler and the handler itself.
+//
+// By default, handlers support the Connect, gRPC, and gRPC-Web protocols with the binary Protobuf
+// and JSON codecs. They also support gzip compression.
+func NewInstanceServiceHandler(svc InstanceServiceHandler, opts ...connect.HandlerOption) (string, http.Handler) {
+	instanceServiceMethods := computev1.File_appliance_api_computev1_compute_proto.Services().ByName("InstanceService").Methods()
+	instanceServiceApplyHandler := connect.NewUnaryHandler(
+		InstanceServiceApplyProcedure,
+		svc.Apply,
+		connect.WithSchema(instanceServiceMethods.ByName("Apply")),
+		connect.WithHandlerOptions(opts...),
+	)
+	instanceServiceListHandler := connect.NewUnaryHandler(
+		InstanceServiceListProcedure,
+		svc.List,
+		connect.WithSchema(instanceServiceMethods.ByName("List")),
+		connect.WithHandlerOptions(opts...),
+	)
+	instanceServiceRemoveHandler := connect.NewUnaryHandler(
+		InstanceServiceRemoveProcedure,
+		svc.Remove,
+		connect.WithSchema(instanceServiceMethods.ByName("Remove")),
+		connect.WithHandlerOptions(opts...),
+	)
+	return "/compute.v1.InstanceService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		switch r.URL.Path {
+		case InstanceServiceApplyProcedure:
+			instanceServiceApplyHandler.ServeHTTP(w, r)
+		case InstanceServiceListProcedure:
+			instanceServiceListHandler.ServeHTTP(w, r)
+		case InstanceServiceRemoveProcedure:
+			instanceServiceRemoveHandler.ServeHTTP(w, r)
+		default:
+			http.NotFound(w, r)
+		}
+	})
+}
+
+// UnimplementedInstanceServiceHandler returns CodeUnimplemented from all methods.
+type UnimplementedInstanceServiceHandler struct{}
+
+func (UnimplementedInstanceServiceHandler) Apply(context.Context, *connect.Request[computev1.ApplyInstanceRequest]) (*connect.Response[computev1.ApplyInstanceResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.InstanceService.Apply is not implemented"))
+}
+
+func (UnimplementedInstanceServiceHandler) List(context.Context, *connect.Request[computev1.ListInstancesRequest]) (*connect.Response[computev1.ListInstancesResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.InstanceService.List is not implemented"))
+}
+
+func (UnimplementedInstanceServiceHandler) Remove(context.Context, *connect.Request[computev1.RemoveInstanceRequest]) (*connect.Response[computev1.RemoveInstanceResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.InstanceService.Remove is not implemented"))
 }
