@@ -87,24 +87,26 @@ const patience = 250 * time.Millisecond
 // try sends a byte and reports whether it came back. source is "" or the port
 // to send from.
 func try(ns *netnstest.Namespace, network, source, address string) (answered bool) {
-	ns.Do(func() {
-		dialer := net.Dialer{Timeout: patience}
-		if source != "" {
-			dialer.LocalAddr, _ = net.ResolveUDPAddr(network, ":"+source)
-		}
-		c, err := dialer.Dial(network, address)
-		if err != nil {
-			return
-		}
-		defer c.Close()
-		_ = c.SetDeadline(time.Now().Add(patience))
-		if _, err := c.Write([]byte("x")); err != nil {
-			return
-		}
-		n, err := c.Read(make([]byte, 8))
-		answered = err == nil && n == 1
-	})
+	ns.Do(func() { answered = tryHere(network, source, address) })
 	return answered
+}
+
+func tryHere(network, source, address string) bool {
+	dialer := net.Dialer{Timeout: patience}
+	if source != "" {
+		dialer.LocalAddr, _ = net.ResolveUDPAddr(network, ":"+source)
+	}
+	c, err := dialer.Dial(network, address)
+	if err != nil {
+		return false
+	}
+	defer c.Close()
+	_ = c.SetDeadline(time.Now().Add(patience))
+	if _, err := c.Write([]byte("x")); err != nil {
+		return false
+	}
+	n, err := c.Read(make([]byte, 8))
+	return err == nil && n == 1
 }
 
 func ping(t *testing.T, ns *netnstest.Namespace, address string) (answered bool) {
