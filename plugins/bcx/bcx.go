@@ -35,7 +35,4 @@ const (
 
 	// SocketName is the file that our plugins listen on.
 	SocketName = "plugin.sock"
-
-	// window is HTTP/2's receive window: the default makes large results slow.
-	window = 4 << 20
 )

@@ -3,9 +3,12 @@ package bcx
 import (
 	"bytes"
 	"context"
+	"crypto/rand"
+	"crypto/tls"
 	"crypto/x509"
 	"encoding/base64"
 	"errors"
+	"fmt"
 	"io"
 	"math/big"
 	"os"
@@ -15,9 +18,7 @@ import (
 	"time"
 
 	"connectrpc.com/connect"
-	"crypto/rand"
-	"crypto/tls"
-	"fmt"
+	"google.golang.org/protobuf/proto"
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/plugins/bcx/driverv1"
@@ -119,6 +120,11 @@ func (describer) Describe(context.Context, *connect.Request[driverv1.DescribeReq
 // serving starts a plugin for the host whose certificate is given.
 func serving(t *testing.T, clientPEM string) (Handshake, func() error) {
 	t.Helper()
+	return servingImpl(t, describer{}, clientPEM)
+}
+
+func servingImpl(t *testing.T, impl driverv1connect.DriverPluginHandler, clientPEM string) (Handshake, func() error) {
+	t.Helper()
 	dir, err := os.MkdirTemp("", "bcx")
 	if err != nil {
 		t.Fatal(err)
@@ -128,7 +134,7 @@ func serving(t *testing.T, clientPEM string) (Handshake, func() error) {
 	r, w := io.Pipe()
 	done := make(chan error, 1)
 	go func() {
-		err := serve(ctx, describer{}, w, dir, clientPEM)
+		err := serve(ctx, impl, w, dir, clientPEM)
 		w.CloseWithError(io.EOF)
 		done <- err
 	}()
@@ -227,6 +233,27 @@ func TestErrorsOnTheWire(t *testing.T) {
 	} {
 		if got := ErrorOf(tt.in, tt.retrySafe); got.GetCode() != tt.code || got.GetRetryable() != tt.retryable {
 			t.Errorf("ErrorOf(%v, %v) = %v, want %s %v", tt.in, tt.retrySafe, got, tt.code, tt.retryable)
+		}
+	}
+}
+
+// TestErrorMessageIsText: what a tool printed can be no UTF-8 at all.
+func TestErrorMessageIsText(t *testing.T) {
+	for in, want := range map[string]string{"fan \xff stuck": "fan \uFFFD stuck", "läuft nicht": "läuft nicht"} {
+		got := ErrorOf(errs.New("fan-stuck", "%s", in), false)
+		if _, err := proto.Marshal(got); err != nil || got.GetMessage() != want {
+			t.Errorf("ErrorOf(%q) = %q, %v, want %q", in, got.GetMessage(), err, want)
+		}
+	}
+}
+
+// TestSocketPathLimit: 107 bytes are a unix socket's, and no more.
+func TestSocketPathLimit(t *testing.T) {
+	for n, ok := range map[int]bool{MaxSocketPath - 1: true, MaxSocketPath: true, MaxSocketPath + 1: false} {
+		path := "/" + strings.Repeat("s", n-1)
+		err := CheckSocketPath(path)
+		if (err == nil) != ok || err != nil && (!strings.Contains(err.Error(), path) || !strings.Contains(err.Error(), "limit 107")) {
+			t.Errorf("CheckSocketPath of %d bytes = %v, want ok %v", n, err, ok)
 		}
 	}
 }

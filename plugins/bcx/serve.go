@@ -5,15 +5,18 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"log/slog"
 	"net"
-	"net/http"
 	"os"
 	"path/filepath"
+	"runtime/debug"
 	"time"
 
 	"connectrpc.com/connect"
 
+	"github.com/better-compute/site-appliance/plugins/bcx/driverv1"
 	"github.com/better-compute/site-appliance/plugins/bcx/driverv1/driverv1connect"
+	"github.com/better-compute/site-appliance/plugins/bcx/h2"
 )
 
 // ErrNotStartedByHost is Serve's answer to a person who runs a plugin by hand.
@@ -25,6 +28,11 @@ var ErrNotStartedByHost = errors.New("this is a bcx driver plugin: a host (bcd o
 func Serve(ctx context.Context, impl driverv1connect.DriverPluginHandler, stdout io.Writer) error {
 	if os.Getenv(CookieVariable) != Cookie {
 		return ErrNotStartedByHost
+	}
+	// A plugin's heap is so small that by default a busy one would be collected a
+	// hundred times a second.
+	if os.Getenv("GOGC") == "" {
+		debug.SetGCPercent(400)
 	}
 	return serve(ctx, impl, stdout, os.Getenv(SocketDirVariable), os.Getenv(ClientCertVariable))
 }
@@ -47,18 +55,14 @@ func serve(ctx context.Context, impl driverv1connect.DriverPluginHandler, stdout
 	if err != nil {
 		return fmt.Errorf("listen: %w", err)
 	}
-	mux := http.NewServeMux()
-	mux.Handle(driverv1connect.NewDriverPluginHandler(impl,
-		connect.WithReadMaxBytes(MaxMessage), connect.WithSendMaxBytes(MaxMessage)))
-	protocols := new(http.Protocols)
-	protocols.SetHTTP2(true)
-	server := &http.Server{
-		Handler: mux, TLSConfig: self.server(peer), Protocols: protocols,
-		HTTP2:             &http.HTTP2Config{MaxReceiveBufferPerConnection: window, MaxReceiveBufferPerStream: window},
-		ReadHeaderTimeout: StartTimeout,
+	_, handler := driverv1connect.NewDriverPluginHandler(impl,
+		connect.WithCompression("gzip", nil, nil), connect.WithInterceptors(together{}),
+		connect.WithReadMaxBytes(MaxMessage), connect.WithSendMaxBytes(MaxMessage))
+	server := &h2.Server{
+		Handler: handler, TLS: self.server(peer), Timeout: StartTimeout, Log: slog.New(slog.NewJSONHandler(os.Stderr, nil)),
 	}
 	served := make(chan error, 1)
-	go func() { served <- server.ServeTLS(listener, "", "") }()
+	go func() { served <- server.Serve(listener) }()
 	if _, err := io.WriteString(stdout, line); err != nil {
 		server.Close()
 		<-served
@@ -76,4 +80,31 @@ func serve(ctx context.Context, impl driverv1connect.DriverPluginHandler, stdout
 	}
 	<-served
 	return nil
+}
+
+// together lets the last message of an Invoke leave with what ends the call.
+type together struct{}
+
+func (together) WrapUnary(next connect.UnaryFunc) connect.UnaryFunc { return next }
+
+func (together) WrapStreamingClient(next connect.StreamingClientFunc) connect.StreamingClientFunc {
+	return next
+}
+
+func (together) WrapStreamingHandler(next connect.StreamingHandlerFunc) connect.StreamingHandlerFunc {
+	return func(ctx context.Context, conn connect.StreamingHandlerConn) error {
+		return next(ctx, last{conn, ctx})
+	}
+}
+
+type last struct {
+	connect.StreamingHandlerConn
+	ctx context.Context
+}
+
+func (l last) Send(m any) error {
+	if r, ok := m.(*driverv1.InvokeResponse); ok && r.GetProgress() == nil {
+		h2.Hold(l.ctx)
+	}
+	return l.StreamingHandlerConn.Send(m)
 }

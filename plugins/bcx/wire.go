@@ -3,6 +3,7 @@ package bcx
 import (
 	"encoding/json"
 	"errors"
+	"strings"
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/plugins/bcx/driverv1"
@@ -42,7 +43,9 @@ func ErrorOf(err error, retrySafe bool) *driverv1.Error {
 	if code == errs.Internal && !errors.As(err, &own) || !driver.ValidCode(string(code)) {
 		code, retryable = errs.DriverError, false
 	}
-	return &driverv1.Error{Code: string(code), Message: e.Message, Retryable: retryable && retrySafe}
+	// A message that is no text has no form on the wire, and the error with it.
+	text := strings.ToValidUTF8(e.Message, "\uFFFD")
+	return &driverv1.Error{Code: string(code), Message: text, Retryable: retryable && retrySafe}
 }
 
 // FromWire is a plugin's error; a code that is not kebab-case is driver-error.

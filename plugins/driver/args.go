@@ -58,7 +58,7 @@ func StrictJSON(raw []byte, v any, fields ...string) error {
 	dec := json.NewDecoder(bytes.NewReader(raw))
 	dec.DisallowUnknownFields()
 	if err := dec.Decode(v); err != nil {
-		return errors.New(strings.TrimPrefix(err.Error(), "json: "))
+		return errors.New(clip(strings.TrimPrefix(err.Error(), "json: ")))
 	}
 	if _, err := dec.Token(); err != io.EOF {
 		return errors.New("data after the value")

@@ -12,18 +12,28 @@ import (
 // the embedded context's.
 type Context struct {
 	context.Context
-	// Secrets resolves only what was delivered with this call.
-	Secrets        Secrets
+	// Secrets resolves what the configuration refers to.
+	Secrets Secrets
+	// IdempotencyKey is the same whenever the same command runs again.
 	IdempotencyKey string
-	Traceparent    string
-	TargetNodeID   string
-	Log            *slog.Logger
+	// Traceparent is the caller's, in the form of W3C Trace Context.
+	Traceparent string
+	// TargetNodeID names the machine that the call is about, if it is about one.
+	TargetNodeID string
+	Log          *slog.Logger
 
 	emit func(Progress)
 }
 
-// NewContext makes a call's context; emit may be nil.
+// NewContext makes a call's context. Nil secrets resolve nothing, a nil log
+// discards, and a nil emit drops progress.
 func NewContext(ctx context.Context, secrets Secrets, log *slog.Logger, emit func(Progress)) *Context {
+	if secrets == nil {
+		secrets = Delivered{}
+	}
+	if log == nil {
+		log = slog.New(slog.DiscardHandler)
+	}
 	return &Context{Context: ctx, Secrets: secrets, Log: log, emit: emit}
 }
 
@@ -35,14 +45,31 @@ func (c *Context) Emit(p Progress) {
 	}
 }
 
-// Secrets are the secrets of one call, by reference or by name.
-type Secrets map[string]secret.Value
+// with is c with another context and another place for its progress.
+func (c *Context) with(ctx context.Context, emit func(Progress)) *Context {
+	d := *c
+	d.Context, d.emit = ctx, emit
+	return &d
+}
 
-// Resolve gives a delivered secret; another is credentials-unavailable.
-func (s Secrets) Resolve(ref string) (secret.Value, error) {
-	v, ok := s[ref]
+// Ref names a secret: secret://<tenant>/<name>, or a bare name under which a
+// host delivers one, such as username and password.
+type Ref string
+
+// Secrets gives out secrets by reference.
+type Secrets interface {
+	// Resolve answers credentials-unavailable for what it cannot give.
+	Resolve(ctx context.Context, ref Ref) (secret.Value, error)
+}
+
+// Delivered holds exactly the secrets that came with a call.
+type Delivered map[string]secret.Value
+
+// Resolve gives a delivered secret.
+func (d Delivered) Resolve(_ context.Context, ref Ref) (secret.Value, error) {
+	v, ok := d[string(ref)]
 	if !ok {
-		return secret.Value{}, errs.New(errs.CredentialsUnavailable, "secret %q was not delivered with this call", clip(ref))
+		return secret.Value{}, errs.New(errs.CredentialsUnavailable, "secret %q was not delivered with this call", clip(string(ref)))
 	}
 	return v, nil
 }

@@ -12,6 +12,7 @@ import (
 	"strings"
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
+	"github.com/better-compute/site-appliance/plugins/driver/schema"
 )
 
 // Manifest says what a driver is and serves. It is data: it never holds a
@@ -43,11 +44,38 @@ type Progress struct {
 }
 
 var (
-	idForm        = regexp.MustCompile(`^[a-z0-9][a-z0-9-]{0,62}$`)
-	kindForm      = regexp.MustCompile(`^[a-z][a-z0-9-]{0,31}$`)
-	operationForm = regexp.MustCompile(`^[a-z][a-z0-9-]{0,31}\.[a-zA-Z][a-zA-Z0-9]{0,63}$`)
-	codeForm      = regexp.MustCompile(`^[a-z][a-z0-9]*(-[a-z0-9]+)*$`)
+	idForm         = regexp.MustCompile(`^[a-z][a-z0-9-]*$`)
+	versionForm    = regexp.MustCompile(`^[0-9A-Za-z][0-9A-Za-z.+_-]*$`)
+	nameForm       = regexp.MustCompile(`^[a-zA-Z][a-zA-Z0-9]*$`)
+	capabilityForm = regexp.MustCompile(`^[a-z0-9][a-z0-9.-]*$`)
+	codeForm       = regexp.MustCompile(`^[a-z][a-z0-9]*(-[a-z0-9]+)*$`)
 )
+
+// Bounds of a manifest.
+const (
+	maxKinds        = 32
+	maxCapabilities = 64
+	maxOperations   = 256
+)
+
+// ValidID reports whether id can name a driver: 1 to 64 lower-case letters,
+// digits and hyphens, a letter first. It is the rule wherever an id is read.
+func ValidID(id string) bool { return len(id) <= 64 && idForm.MatchString(id) }
+
+// ValidKind reports whether kind can name a kind: 1 to 32 lower-case letters,
+// digits and hyphens, a letter first.
+func ValidKind(kind string) bool { return len(kind) <= 32 && idForm.MatchString(kind) }
+
+// ValidOperation reports whether operation is <kind>.<operation>: a kind, and 1
+// to 64 letters and digits, a letter first.
+func ValidOperation(operation string) bool {
+	kind, name, _ := strings.Cut(operation, ".")
+	return ValidKind(kind) && len(name) <= 64 && nameForm.MatchString(name)
+}
+
+func validVersion(version string) bool { return len(version) <= 64 && versionForm.MatchString(version) }
+
+func validCapability(name string) bool { return len(name) <= 64 && capabilityForm.MatchString(name) }
 
 // ValidCode reports whether code is kebab-case.
 func ValidCode(code string) bool { return len(code) <= 64 && codeForm.MatchString(code) }
@@ -55,51 +83,94 @@ func ValidCode(code string) bool { return len(code) <= 64 && codeForm.MatchStrin
 // BuiltIn lists the ids that no plugin may take.
 func BuiltIn() []string { return []string{"redfish", "ipxe", "image-stream"} }
 
-// Check refuses a manifest that is not well-formed.
+// Check refuses a manifest that is not well-formed, or whose schema does not
+// compile on its own.
 func (m Manifest) Check() error {
-	if !idForm.MatchString(m.ID) {
-		return fmt.Errorf("driver id %q: want 1 to 63 lower-case letters, digits and hyphens", clip(m.ID))
+	if err := m.check(); err != nil {
+		return err
 	}
-	if m.Version == "" || len(m.Version) > 64 {
-		return fmt.Errorf("driver %s: version %q: want 1 to 64 characters", m.ID, clip(m.Version))
-	}
-	if len(m.Kinds) == 0 || len(m.Kinds) > 32 {
-		return fmt.Errorf("driver %s: %d kinds: want 1 to 32", m.ID, len(m.Kinds))
-	}
-	for i, k := range m.Kinds {
-		if !kindForm.MatchString(k) {
-			return fmt.Errorf("driver %s: kind %q: want 1 to 32 lower-case letters, digits and hyphens", m.ID, clip(k))
+	if len(m.ConfigSchema) > 0 {
+		if _, err := schema.Read(m.ConfigSchema); err != nil {
+			return fmt.Errorf("driver %s: %w", m.ID, err)
 		}
-		if slices.Contains(m.Kinds[:i], k) {
-			return fmt.Errorf("driver %s: kind %s is listed twice", m.ID, k)
-		}
+	}
+	return nil
+}
+
+// check is Check without reading the schema.
+func (m Manifest) check() error {
+	if !ValidID(m.ID) {
+		return fmt.Errorf("driver id %q: want 1 to 64 lower-case letters, digits and hyphens, a letter first", clip(m.ID))
+	}
+	if !validVersion(m.Version) {
+		return fmt.Errorf("driver %s: version %q: want 1 to 64 letters, digits, dots, +, _ and -", m.ID, clip(m.Version))
+	}
+	if len(m.Kinds) == 0 || len(m.Kinds) > maxKinds {
+		return fmt.Errorf("driver %s: %d kinds: want 1 to %d", m.ID, len(m.Kinds), maxKinds)
 	}
 	switch m.RunsOn {
 	case "control-plane", "site", "node", "ramdisk":
 	default:
 		return fmt.Errorf("driver %s: runsOn %q: want control-plane, site, node or ramdisk", m.ID, clip(m.RunsOn))
 	}
-	for _, list := range [][]string{m.RetrySafe, m.StreamOperations} {
-		for _, op := range list {
-			if !operationForm.MatchString(op) {
-				return fmt.Errorf("driver %s: operation %q: want <kind>.<operation>", m.ID, clip(op))
+	for _, l := range []struct {
+		name       string
+		items      []string
+		operations bool
+		max        int
+		valid      func(string) bool
+		want       string
+	}{
+		{"kind", m.Kinds, false, maxKinds, ValidKind, "1 to 32 lower-case letters, digits and hyphens, a letter first"},
+		{"capability", m.Capabilities, false, maxCapabilities, validCapability, "1 to 64 lower-case letters, digits, dots and hyphens"},
+		{"retry-safe operation", m.RetrySafe, true, maxOperations, ValidOperation, "<kind>.<operation>"},
+		{"stream operation", m.StreamOperations, true, maxOperations, ValidOperation, "<kind>.<operation>"},
+	} {
+		if len(l.items) > l.max {
+			return fmt.Errorf("driver %s: %d entries of %s, limit %d", m.ID, len(l.items), l.name, l.max)
+		}
+		seen := map[string]bool{}
+		for _, item := range l.items {
+			if !l.valid(item) {
+				return fmt.Errorf("driver %s: %s %q: want %s", m.ID, l.name, clip(item), l.want)
 			}
-			if kind, _, _ := strings.Cut(op, "."); !slices.Contains(m.Kinds, kind) {
-				return fmt.Errorf("driver %s: operation %s is of a kind that it does not serve", m.ID, op)
+			if seen[item] {
+				return fmt.Errorf("driver %s: %s %s is listed twice", m.ID, l.name, item)
+			}
+			seen[item] = true
+			if kind, _, _ := strings.Cut(item, "."); l.operations && !slices.Contains(m.Kinds, kind) {
+				return fmt.Errorf("driver %s: %s %s is of a kind that it does not serve", m.ID, l.name, item)
 			}
 		}
 	}
-	if len(m.ConfigSchema) > 0 && !json.Valid(m.ConfigSchema) {
-		return fmt.Errorf("driver %s: configuration schema is not JSON", m.ID)
+	if len(m.ConfigSchema) > schema.MaxBytes {
+		return fmt.Errorf("driver %s: configuration schema: %d bytes, limit %d", m.ID, len(m.ConfigSchema), schema.MaxBytes)
 	}
 	return nil
 }
 
-func clip(s string) string { return s[:min(len(s), 80)] }
+func (m Manifest) clone() Manifest {
+	m.Kinds = slices.Clone(m.Kinds)
+	m.ConfigSchema = slices.Clone(m.ConfigSchema)
+	m.Capabilities = slices.Clone(m.Capabilities)
+	m.RetrySafe = slices.Clone(m.RetrySafe)
+	m.StreamOperations = slices.Clone(m.StreamOperations)
+	return m
+}
+
+// Key names the driver and its version: driver:<id>@<version>.
+func (m Manifest) Key() string { return "driver:" + m.ID + "@" + m.Version }
+
+func clip(s string) string { return strings.ToValidUTF8(s[:min(len(s), 80)], "") }
 
 // IsRetrySafe reports whether running the operation twice does no harm.
 func (m Manifest) IsRetrySafe(kind, operation string) bool {
 	return slices.Contains(m.RetrySafe, kind+"."+operation)
+}
+
+// IsStream reports whether the operation carries bytes both ways.
+func (m Manifest) IsStream(kind, operation string) bool {
+	return slices.Contains(m.StreamOperations, kind+"."+operation)
 }
 
 // Same reports whether two manifests declare the same driver.

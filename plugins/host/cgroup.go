@@ -1,17 +1,16 @@
 package host
 
 import (
-	"errors"
+	"bytes"
 	"fmt"
-	"io/fs"
-	"os"
 	"path/filepath"
 	"strconv"
-	"strings"
-	"time"
 )
 
-const cgroupRoot = "/sys/fs/cgroup"
+// leafPrefix begins the name of a plugin's own group.
+const leafPrefix = "plugin-"
+
+func leafPath(dir, plugin string) string { return filepath.Join(dir, leafPrefix+plugin) }
 
 // limits are what each plugin's cgroup gets; 0: none.
 type limits struct{ memoryMax, pidsMax int64 }
@@ -29,110 +28,20 @@ func (l limits) controllers() []string {
 	return list
 }
 
-// prepareCgroup makes dir, below which each plugin gets a leaf, and enables the
-// controllers that the limits need. cgroup v2 gives none to the children of a
-// group that holds processes, so the caller first moves itself into a leaf
-// named main when it finds itself there.
-func prepareCgroup(dir string, l limits) error {
-	if dir == "" {
-		if l.any() {
-			return errors.New("limits are set but no cgroup to hold them")
-		}
-		return nil
-	}
-	clean := filepath.Clean(dir)
-	if !strings.HasPrefix(clean, cgroupRoot+"/") {
-		return fmt.Errorf("cgroup %s does not lie in %s", dir, cgroupRoot)
-	}
-	parent := filepath.Dir(clean)
-	if l.any() {
-		if err := leave(parent); err != nil {
-			return err
-		}
-	}
-	if err := os.MkdirAll(clean, 0o755); err != nil {
-		return fmt.Errorf("make cgroup: %w", err)
-	}
-	if _, err := os.Stat(filepath.Join(clean, "cgroup.procs")); err != nil {
-		return fmt.Errorf("%s is not a cgroup: %w", clean, err)
-	}
-	if _, err := os.Stat(filepath.Join(clean, "cgroup.controllers")); err != nil {
-		return fmt.Errorf("%s is not a cgroup of version 2: %w", clean, err)
-	}
-	for _, c := range l.controllers() {
-		for _, d := range []string{parent, clean} {
-			if err := write(filepath.Join(d, "cgroup.subtree_control"), "+"+c); err != nil {
-				return fmt.Errorf("enable controller %s in %s: %w", c, d, err)
+func refusedTask(l limits) string {
+	return fmt.Sprintf("the kernel refused the plugin a new task: limit %d", l.pidsMax)
+}
+
+// parseEvent reads a counter of a control group's events file; 0: not there.
+func parseEvent(data []byte, name string) uint64 {
+	for line := range bytes.Lines(data) {
+		if f := bytes.Fields(line); len(f) == 2 && string(f[0]) == name {
+			n, err := strconv.ParseUint(string(f[1]), 10, 64)
+			if err != nil {
+				return 0
 			}
+			return n
 		}
 	}
-	return nil
-}
-
-// leave moves this process out of parent, if it is directly in it.
-func leave(parent string) error {
-	own, err := os.ReadFile("/proc/self/cgroup")
-	if err != nil {
-		return fmt.Errorf("read own cgroup: %w", err)
-	}
-	for line := range strings.Lines(string(own)) {
-		path, ok := strings.CutPrefix(strings.TrimSpace(line), "0::")
-		if !ok || filepath.Join(cgroupRoot, path) != parent || parent == cgroupRoot {
-			continue
-		}
-		leaf := filepath.Join(parent, "main")
-		if err := os.MkdirAll(leaf, 0o755); err != nil {
-			return fmt.Errorf("make cgroup: %w", err)
-		}
-		if err := write(filepath.Join(leaf, "cgroup.procs"), strconv.Itoa(os.Getpid())); err != nil {
-			return fmt.Errorf("move into %s: %w", leaf, err)
-		}
-	}
-	return nil
-}
-
-// leafCgroup makes and opens a plugin's own group with its limits. The group is
-// always a new one: in a group that was ever killed, Linux 6.18 kills what is
-// started right into it.
-func leafCgroup(dir, name string, l limits) (*os.File, error) {
-	path := filepath.Join(dir, "plugin-"+name)
-	if err := removeCgroup(path); err != nil {
-		return nil, err
-	}
-	if err := os.Mkdir(path, 0o755); err != nil {
-		return nil, fmt.Errorf("make cgroup: %w", err)
-	}
-	for file, value := range map[string]int64{"memory.max": l.memoryMax, "pids.max": l.pidsMax} {
-		if value == 0 {
-			continue
-		}
-		if err := write(filepath.Join(path, file), strconv.FormatInt(value, 10)); err != nil {
-			return nil, fmt.Errorf("set %s: %w", file, err)
-		}
-	}
-	return os.Open(path)
-}
-
-// removeCgroup kills what lives in a group and removes it. The kernel needs a
-// moment to empty it.
-func removeCgroup(path string) error {
-	var err error
-	for range 200 {
-		if err = os.Remove(path); err == nil || errors.Is(err, fs.ErrNotExist) {
-			return nil
-		}
-		_ = write(filepath.Join(path, "cgroup.kill"), "1")
-		time.Sleep(10 * time.Millisecond)
-	}
-	return fmt.Errorf("remove cgroup: %w", err)
-}
-
-// write opens without O_CREATE: a missing control file must not look like success.
-func write(path, text string) error {
-	f, err := os.OpenFile(path, os.O_WRONLY, 0)
-	if err != nil {
-		return err
-	}
-	_, err = f.WriteString(text)
-	return errors.Join(err, f.Close())
+	return 0
 }

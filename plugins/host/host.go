@@ -20,6 +20,7 @@ import (
 	"github.com/better-compute/site-appliance/appliance/base/backoff"
 	"github.com/better-compute/site-appliance/plugins/bcx"
 	"github.com/better-compute/site-appliance/plugins/driver"
+	"github.com/better-compute/site-appliance/plugins/sandbox"
 )
 
 // Config is the [plugins] section and what the agent adds to it.
@@ -30,7 +31,8 @@ type Config struct {
 	User string
 	// Privileged names plugins that keep the agent's uid, unfiltered.
 	Privileged []string
-	// Sandbox sets no_new_privs and the system call filter through the shim.
+	// Sandbox sets no_new_privs, the wall around files and the system call filter
+	// through the shim. It is for Linux: elsewhere no plugin starts with it.
 	// Without it plugins still drop to their uid, when the agent is root.
 	Sandbox bool
 	// Cgroup is the cgroup v2 directory for the plugins; empty: the agent's own.
@@ -44,14 +46,14 @@ type Config struct {
 	SocketRoot string
 	Log        *slog.Logger
 
+	// Egress opens the way to the addresses of each call; nil: nothing is opened.
+	Egress Egress
+
 	// Backoff spaces restarts; zero: 1 s to 1 minute.
 	Backoff backoff.Policy
 	// StartTimeout and ShutdownGrace; zero: those of bcx.
 	StartTimeout, ShutdownGrace time.Duration
 }
-
-// steady is how long a run lasts before its end counts as the first again.
-const steady = time.Minute
 
 // Host runs plugins until Close.
 type Host struct {
@@ -59,6 +61,7 @@ type Host struct {
 	plugins []*plugin
 	drivers []driver.Manifest
 	routes  map[route]*plugin
+	ids     map[string]*plugin // by driver, the one of the highest version
 	stop    context.CancelFunc
 	running sync.WaitGroup
 
@@ -80,7 +83,15 @@ type Status struct {
 	PID      int
 	Restarts int
 	Drivers  []string
+	// Confined says that it runs with no_new_privs, a filter of system calls
+	// (Filtered: where there is one for this architecture), and, with FileWall
+	// over 0, that version of Landlock around its files.
+	Confined, Filtered bool
+	FileWall           int
 }
+
+// defaultRoot is the folder of the sockets.
+const defaultRoot = "/run/bcx"
 
 // plugin is one pinned binary under supervision.
 type plugin struct {
@@ -99,7 +110,8 @@ type plugin struct {
 // starting only: the plugins run until Close.
 func Start(ctx context.Context, c Config) (*Host, error) {
 	life, stop := context.WithCancel(context.WithoutCancel(ctx))
-	h := &Host{log: c.Log, routes: map[route]*plugin{}, stop: stop}
+	h := &Host{log: c.Log, routes: map[route]*plugin{}, ids: map[string]*plugin{}, stop: stop}
+	sweep(cmp.Or(c.SocketRoot, defaultRoot), h.log)
 	pins, err := h.readPins(c)
 	if err == nil && len(pins) > 0 {
 		err = h.prepare(c, pins)
@@ -148,8 +160,9 @@ func (h *Host) prepare(c Config, pins []Pin) error {
 	if c.Sandbox && len(c.Shim) == 0 {
 		return errors.New("plugins: sandbox is on but no shim is set")
 	}
-	if !c.Sandbox {
-		h.log.Warn("PLUGINS RUN WITHOUT A SANDBOX: no_new_privs and the system call filter are off")
+	wall, filtered := sandbox.FileWall(), sandbox.Filtered(runtime.GOARCH)
+	for _, missing := range unwalled(c.Sandbox, wall, filtered) {
+		h.log.Warn("PLUGINS RUN WITHOUT " + missing)
 	}
 	limit := limits{c.MemoryMax, c.PidsMax}
 	cgroup := prepareCgroup(c.Cgroup, limit)
@@ -170,7 +183,8 @@ func (h *Host) prepare(c Config, pins []Pin) error {
 	if err != nil {
 		return err
 	}
-	root := os.Geteuid() == 0
+	root := os.Geteuid() == 0 && runtime.GOOS == "linux"
+	shim := shimFor(runtime.GOOS, c)
 	for _, pin := range pins {
 		uid, gid := uids[pin.Name], uids[pin.Name]
 		if c.User != "" {
@@ -183,22 +197,27 @@ func (h *Host) prepare(c Config, pins []Pin) error {
 		case privileged:
 			h.log.Warn("plugin is privileged: it keeps the agent's uid and is not filtered", "plugin", pin.Name)
 			uid, gid = -1, -1
-		case !root && c.Sandbox:
+		case !root && c.Sandbox && runtime.GOOS == "linux":
 			reason := "only root can give a plugin a uid of its own"
 			h.log.Error("plugin did not start and is skipped", "plugin", pin.Name, "reason", reason)
 			h.rejected = append(h.rejected, Status{Name: pin.Name, State: "failed", Reason: reason})
 			continue
-		case !root:
+		case !root && c.User == "":
 			uid, gid = -1, -1
+		}
+		confine := c.Sandbox && !privileged
+		status := Status{Name: pin.Name, Confined: confine}
+		if confine {
+			status.FileWall, status.Filtered = wall, filtered
 		}
 		h.plugins = append(h.plugins, &plugin{
 			backoff: orPolicy(c.Backoff),
-			status:  Status{Name: pin.Name},
+			status:  status,
 			launch: launch{
 				path: filepath.Join(c.Dir, pin.Name), pin: pin, uid: uid, gid: gid,
-				confine: c.Sandbox && !privileged, shim: c.Shim, cgroup: c.Cgroup, limits: limit,
-				socketRoot: cmp.Or(c.SocketRoot, "/run/bcx"),
-				timeout:    cmp.Or(c.StartTimeout, bcx.StartTimeout), grace: cmp.Or(c.ShutdownGrace, bcx.ShutdownGrace),
+				confine: confine, shim: shim, cgroup: c.Cgroup, limits: limit,
+				socketRoot: cmp.Or(c.SocketRoot, defaultRoot), egress: c.Egress,
+				timeout: cmp.Or(c.StartTimeout, bcx.StartTimeout), grace: cmp.Or(c.ShutdownGrace, bcx.ShutdownGrace),
 				log: h.log.With("plugin", pin.Name),
 			},
 		})
@@ -206,74 +225,34 @@ func (h *Host) prepare(c Config, pins []Pin) error {
 	return nil
 }
 
+// unwalled says, in words that a log should not be read past, what plugins run without.
+func unwalled(sandboxed bool, wall int, filtered bool) (list []string) {
+	if !sandboxed {
+		return []string{"A SANDBOX: no_new_privs, the wall around files and the system call filter are off"}
+	}
+	if wall == 0 {
+		list = append(list, "A WALL AROUND FILES: this kernel has no Landlock, so their uid alone keeps them from files")
+	}
+	if !filtered {
+		list = append(list, "A SYSTEM CALL FILTER: there is none for this architecture")
+	}
+	return list
+}
+
+// shimFor is the shim to use. Elsewhere than on Linux one that is there but has
+// nothing to confine is left out: asking for it would refuse every plugin.
+func shimFor(goos string, c Config) []string {
+	if goos != "linux" && !c.Sandbox {
+		return nil
+	}
+	return c.Shim
+}
+
 func orPolicy(p backoff.Policy) backoff.Policy {
 	if p.Min == 0 {
 		p.Min, p.Max = time.Second, time.Minute
 	}
 	return p
-}
-
-// supervise owns the plugin's processes, one after the other, until life ends.
-func (p *plugin) supervise(starting, life context.Context, first chan<- error) {
-	// The death signal follows the thread that started the process.
-	runtime.LockOSThread()
-	defer runtime.UnlockOSThread()
-	log := p.launch.log
-	bound, release := context.WithCancel(starting)
-	defer release()
-	defer context.AfterFunc(life, release)()
-	proc, err := start(bound, p.launch)
-	if err != nil {
-		p.set(nil, "failed", err.Error())
-		first <- err
-		return
-	}
-	p.first = proc.drivers
-	p.set(proc, "running", "")
-	log.Info("plugin runs", "pid", proc.cmd.Process.Pid, "version", proc.version, "uid", p.launch.uid)
-	first <- nil
-	for attempt := 0; ; {
-		if proc != nil {
-			began := time.Now()
-			select {
-			case <-life.Done():
-				p.set(nil, "stopped", "")
-				proc.stop()
-				proc.hangUp()
-				return
-			case <-proc.exited:
-				proc.hangUp()
-			}
-			if time.Since(began) >= steady {
-				attempt = 0
-			}
-			err = fmt.Errorf("process ended: %w", proc.err)
-		}
-		p.set(nil, "restarting", err.Error())
-		log.Warn("plugin is down", "reason", err.Error(), "restart_in", p.backoff.Delay(attempt).String())
-		if p.backoff.Wait(life, attempt, nil) != nil {
-			p.set(nil, "stopped", "")
-			return
-		}
-		attempt++
-		if proc, err = start(life, p.launch); err != nil {
-			continue
-		}
-		p.mu.Lock()
-		p.status.Restarts++
-		p.mu.Unlock()
-		if !sameDrivers(p.first, proc.drivers) {
-			log.Warn("plugin came back with other drivers: what was advertised stays", "version", proc.version)
-		}
-		p.set(proc, "running", "")
-		log.Info("plugin runs again", "pid", proc.cmd.Process.Pid, "version", proc.version)
-	}
-}
-
-func sameDrivers(a, b []driver.Manifest) bool {
-	return len(a) == len(b) && !slices.ContainsFunc(a, func(m driver.Manifest) bool {
-		return !slices.ContainsFunc(b, m.Same)
-	})
 }
 
 func (p *plugin) set(proc *process, state, reason string) {
@@ -289,6 +268,9 @@ func (p *plugin) set(proc *process, state, reason string) {
 func (p *plugin) process() *process {
 	p.mu.Lock()
 	defer p.mu.Unlock()
+	if p.current == nil || p.current.gone() {
+		return nil
+	}
 	return p.current
 }
 
@@ -333,6 +315,9 @@ func (h *Host) route() {
 		m.RetrySafe = ofKinds(m.RetrySafe, kinds)
 		m.StreamOperations = ofKinds(m.StreamOperations, kinds)
 		h.drivers = append(h.drivers, m)
+		if h.ids[m.ID] == nil {
+			h.ids[m.ID] = c.plugin
+		}
 		c.plugin.mu.Lock()
 		c.plugin.status.Drivers = append(c.plugin.status.Drivers, m.ID)
 		c.plugin.mu.Unlock()

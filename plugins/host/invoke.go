@@ -4,79 +4,135 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"io"
 	"slices"
+	"sync"
 	"time"
-
-	"connectrpc.com/connect"
-	"google.golang.org/protobuf/proto"
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/appliance/base/secret"
-	"github.com/better-compute/site-appliance/plugins/bcx"
-	"github.com/better-compute/site-appliance/plugins/bcx/driverv1"
+	"github.com/better-compute/site-appliance/plugins/bcx/peer"
 )
 
-// Call is one operation of a driver. Config and Args are passed on unchanged.
-type Call struct {
-	Driver, Kind, Operation string
-	Config, Args            json.RawMessage
-	// Secrets are keyed by reference, or by username, password and newPassword.
-	Secrets        map[string]secret.Value
-	IdempotencyKey string
-	Traceparent    string
-	TargetNodeID   string
-	// Deadline is the plugin's to keep; a second later the host gives up.
-	Deadline time.Time
-	// Progress may be nil.
-	Progress func(phase, message string, done, total uint64)
-}
+// Call is one operation of a driver.
+type Call = peer.Call
+
+// attend is how long a call that lost its connection waits to hear how the
+// plugin ended.
+const attend = 2 * time.Second
 
 // Invoke runs a call in the plugin that serves it. Its errors have codes; a
 // plugin's own keep theirs. The result is as the plugin sent it: whoever asked
 // judges whether it is JSON, and by which code it is refused.
 func (h *Host) Invoke(ctx context.Context, c Call) (json.RawMessage, error) {
-	p, ok := h.routes[route{c.Driver, c.Kind}]
-	if !ok {
-		return nil, errs.New(errs.UnsupportedDriver, "no hosted driver %s implements %s", c.Driver, c.Kind)
+	p, proc, release, err := h.admit(ctx, h.routes[route{c.Driver, c.Kind}], c.Driver, c.Kind, c.Config)
+	if err != nil {
+		return nil, err
+	}
+	defer h.calls.Done()
+	defer release()
+	result, err := proc.peer.Invoke(ctx, c)
+	if err != nil {
+		return nil, p.judge(c, proc.because(ctx, p.launch.pin.Name, err))
+	}
+	return result, nil
+}
+
+// Validate has a driver check a configuration for itself: what cannot be known
+// from its structure. Of several plugins with the driver, that of the highest
+// version answers.
+func (h *Host) Validate(ctx context.Context, driver string, config json.RawMessage, secrets map[string]secret.Value, deadline time.Time) error {
+	p, proc, release, err := h.admit(ctx, h.ids[driver], driver, "", config)
+	if err != nil {
+		return err
+	}
+	defer h.calls.Done()
+	defer release()
+	if err := proc.peer.Validate(ctx, driver, config, secrets, deadline); err != nil {
+		return p.judge(Call{Driver: driver}, proc.because(ctx, p.launch.pin.Name, err))
+	}
+	return nil
+}
+
+// Stream opens a stream operation. The call's deadline bounds the opening; the
+// caller closes the stream. One that is open does not hold up Close: it breaks
+// off when its plugin is stopped.
+func (h *Host) Stream(ctx context.Context, c Call) (io.ReadWriteCloser, error) {
+	p, proc, release, err := h.admit(ctx, h.routes[route{c.Driver, c.Kind}], c.Driver, c.Kind, c.Config)
+	if err != nil {
+		return nil, err
+	}
+	defer h.calls.Done()
+	s, err := proc.peer.Stream(ctx, c)
+	if err != nil {
+		release()
+		return nil, p.judge(c, proc.because(ctx, p.launch.pin.Name, err))
+	}
+	return &stream{s, sync.OnceFunc(release)}, nil
+}
+
+// stream keeps the way open for as long as it lasts.
+type stream struct {
+	io.ReadWriteCloser
+	release func()
+}
+
+func (s *stream) Close() error {
+	defer s.release()
+	return s.ReadWriteCloser.Close()
+}
+
+// admit finds the run that takes a call, counts the call, and opens the way to
+// the addresses in its configuration until release.
+func (h *Host) admit(ctx context.Context, p *plugin, driver, kind string, config json.RawMessage) (_ *plugin, _ *process, release func(), err error) {
+	switch {
+	case p == nil && kind == "":
+		return nil, nil, nil, errs.New(errs.UnsupportedDriver, "no hosted driver %s", driver)
+	case p == nil:
+		return nil, nil, nil, errs.New(errs.UnsupportedDriver, "no hosted driver %s implements %s", driver, kind)
 	}
 	h.mu.Lock()
 	if h.closed {
 		h.mu.Unlock()
-		return nil, errs.Retry(errs.Unavailable, "plugins are stopped")
+		return nil, nil, nil, errs.Retry(errs.Unavailable, "plugins are stopped")
 	}
 	h.calls.Add(1)
 	h.mu.Unlock()
-	defer h.calls.Done()
 	proc := p.process()
 	if proc == nil {
-		return nil, unavailable(p.launch.pin.Name)
+		h.calls.Done()
+		return nil, nil, nil, unavailable(p.launch.pin.Name)
 	}
-	req := &driverv1.InvokeRequest{
-		Driver: c.Driver, Kind: c.Kind, Operation: c.Operation,
-		ConfigJson: string(c.Config), ArgsJson: string(c.Args), Secrets: map[string]string{},
-		IdempotencyKey: c.IdempotencyKey, Traceparent: c.Traceparent, TargetNodeId: c.TargetNodeID,
+	if release, err = p.admit(ctx, driver, config); err != nil {
+		h.calls.Done()
+		return nil, nil, nil, err
 	}
-	for name, v := range c.Secrets {
-		req.Secrets[name] = string(v.Reveal())
+	return p, proc, release, nil
+}
+
+// because adds to an error of a call what became of the plugin: a lost
+// connection alone does not say that the kernel killed it, nor does a plugin's
+// own error that it could not start another task.
+func (p *process) because(ctx context.Context, name string, err error) error {
+	var own *errs.Error
+	if !errors.As(err, &own) {
+		return err
 	}
-	if n := proto.Size(req); n > bcx.MaxMessage {
-		return nil, errs.New(errs.InvalidArgs, "call has %d bytes, limit %d", n, bcx.MaxMessage)
-	}
-	caller := ctx
-	if !c.Deadline.IsZero() {
-		if !time.Now().Before(c.Deadline) {
-			return nil, errs.New(errs.Timeout, "the deadline of %s.%s is over", c.Kind, c.Operation)
+	if own.Code != errs.Unreachable {
+		if n := tasksRefused(p.cgroup, p.limits); n > p.refused.Swap(n) {
+			return &errs.Error{Code: own.Code, Retryable: own.Retryable, Message: own.Message + ": " + refusedTask(p.limits)}
 		}
-		req.DeadlineMs = c.Deadline.UnixMilli()
-		var cancel context.CancelFunc
-		ctx, cancel = context.WithDeadline(ctx, c.Deadline.Add(bcx.Grace))
-		defer cancel()
+		return err
 	}
-	result, err := invoke(ctx, proc.client, req, c.Progress)
-	if err != nil {
-		return nil, p.judge(c, explain(caller, ctx, p.launch.pin.Name, err))
+	timer := time.NewTimer(attend)
+	defer timer.Stop()
+	select {
+	case <-p.ended:
+		return errs.Retry(errs.Unreachable, "plugin %s ended during the call: %v", name, p.err)
+	case <-timer.C:
+	case <-ctx.Done():
 	}
-	return result, nil
+	return err
 }
 
 // judge takes a plugin's "unavailable, come again" only for an operation that
@@ -95,55 +151,6 @@ func (p *plugin) judge(c Call, err error) error {
 	return errs.New(own.Code, "%s", own.Message)
 }
 
-func invoke(ctx context.Context, client *bcx.Client, req *driverv1.InvokeRequest, progress func(string, string, uint64, uint64)) (json.RawMessage, error) {
-	// Leaving the stream early must free the plugin's side too.
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	stream, err := client.Invoke(ctx, connect.NewRequest(req))
-	if err != nil {
-		return nil, err
-	}
-	defer stream.Close()
-	for stream.Receive() {
-		switch e := stream.Msg().GetEvent().(type) {
-		case *driverv1.InvokeResponse_Progress:
-			if progress != nil {
-				progress(e.Progress.GetPhase(), e.Progress.GetMessage(), e.Progress.GetDone(), e.Progress.GetTotal())
-			}
-		case *driverv1.InvokeResponse_Result:
-			return json.RawMessage(e.Result.GetResultJson()), nil
-		case *driverv1.InvokeResponse_Error:
-			return nil, bcx.FromWire(e.Error)
-		}
-	}
-	if err := stream.Err(); err != nil {
-		return nil, err
-	}
-	return nil, errs.New(errs.DriverError, "the call ended without a result")
-}
-
-// explain gives an error of the connection its code. One that is the plugin's
-// own has it already.
-func explain(caller, ctx context.Context, name string, err error) error {
-	var own *errs.Error
-	if errors.As(err, &own) {
-		return own
-	}
-	switch {
-	case errors.Is(caller.Err(), context.Canceled):
-		return errs.New(errs.Cancelled, "call of plugin %s was cancelled", name)
-	case ctx.Err() != nil:
-		return errs.Retry(errs.Timeout, "plugin %s did not answer in time", name)
-	case connect.CodeOf(err) == connect.CodeResourceExhausted:
-		return errs.New(errs.InvalidArgs, "message over %d bytes: %v", bcx.MaxMessage, err)
-	case connect.CodeOf(err) == connect.CodeUnimplemented:
-		return errs.New(errs.UnsupportedOperation, "plugin %s: %v", name, err)
-	case connect.IsWireError(err) && connect.CodeOf(err) != connect.CodeUnavailable:
-		return errs.New(errs.DriverError, "plugin %s: %v", name, err)
-	}
-	return errs.Retry(errs.Unreachable, "connection to plugin %s was lost: %v", name, err)
-}
-
 // Health asks every running plugin whether it can serve, by plugin name; the
 // value is nil or says why not.
 func (h *Host) Health(ctx context.Context) map[string]error {
@@ -155,15 +162,11 @@ func (h *Host) Health(ctx context.Context) map[string]error {
 			answers[name] = unavailable(name)
 			continue
 		}
-		r, err := proc.client.Health(ctx, connect.NewRequest(&driverv1.HealthRequest{}))
-		switch {
-		case err != nil:
-			answers[name] = explain(ctx, ctx, name, err)
-		case r.Msg.GetStatus() != driverv1.HealthResponse_STATUS_SERVING:
-			answers[name] = errs.New(errs.DriverError, "not serving: %s", r.Msg.GetMessage())
-		default:
-			answers[name] = nil
+		serving, message, err := proc.peer.Health(ctx)
+		if err == nil && !serving {
+			err = errs.New(errs.DriverError, "not serving: %s", message)
 		}
+		answers[name] = err
 	}
 	return answers
 }

@@ -12,6 +12,7 @@ import (
 	"github.com/better-compute/site-appliance/plugins/bcx"
 	"github.com/better-compute/site-appliance/plugins/bcx/driverv1"
 	"github.com/better-compute/site-appliance/plugins/bcx/driverv1/driverv1connect"
+	"github.com/better-compute/site-appliance/plugins/bcx/peer"
 	"github.com/better-compute/site-appliance/plugins/driver"
 )
 
@@ -19,6 +20,12 @@ import (
 // and can be repeated.
 type liar struct {
 	driverv1connect.UnimplementedDriverPluginHandler
+}
+
+func (liar) Describe(context.Context, *connect.Request[driverv1.DescribeRequest]) (*connect.Response[driverv1.DescribeResponse], error) {
+	return connect.NewResponse(&driverv1.DescribeResponse{Protocol: bcx.Protocol, Drivers: []*driverv1.DescribedDriver{
+		bcx.Described(driver.Manifest{ID: "acme", Version: "1", Kinds: []string{"power"}, RunsOn: "site", RetrySafe: []string{"power.getPower"}}),
+	}}), nil
 }
 
 func (liar) Invoke(_ context.Context, _ *connect.Request[driverv1.InvokeRequest], s *connect.ServerStream[driverv1.InvokeResponse]) error {
@@ -32,8 +39,11 @@ func TestPluginCannotAskForARepeat(t *testing.T) {
 	_, handler := driverv1connect.NewDriverPluginHandler(liar{})
 	server := httptest.NewServer(handler)
 	defer server.Close()
-	client := &bcx.Client{DriverPluginClient: driverv1connect.NewDriverPluginClient(server.Client(), server.URL)}
-	p := &plugin{current: &process{client: client}, first: []driver.Manifest{{ID: "acme", RetrySafe: []string{"power.getPower"}}}}
+	theirs, err := peer.New(t.Context(), driverv1connect.NewDriverPluginClient(server.Client(), server.URL), nil, peer.Options{Name: "liar"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	p := &plugin{current: &process{peer: theirs}, first: theirs.Manifests()}
 	h := &Host{log: slog.New(slog.DiscardHandler), routes: map[route]*plugin{{"acme", "power"}: p}}
 	for operation, want := range map[string]bool{"getPower": true, "setPower": false} {
 		_, err := h.Invoke(t.Context(), Call{Driver: "acme", Kind: "power", Operation: operation})

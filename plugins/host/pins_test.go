@@ -1,10 +1,7 @@
 package host
 
 import (
-	"bufio"
 	"encoding/hex"
-	"errors"
-	"io"
 	"strings"
 	"testing"
 )
@@ -86,19 +83,5 @@ func TestAssignUIDs(t *testing.T) {
 	two, _ := assignUIDs([]string{"bcx-ipmi"})
 	if one["bcx-ipmi"] != two["bcx-ipmi"] {
 		t.Error("a plugin's uid changes")
-	}
-}
-
-func TestReadLine(t *testing.T) {
-	r := bufio.NewReaderSize(strings.NewReader("one\n"+strings.Repeat("x", 100)+"\n\nlast"), 16)
-	for _, want := range []struct {
-		text string
-		cut  bool
-		err  error
-	}{{"one", false, nil}, {strings.Repeat("x", 40), true, nil}, {"", false, nil}, {"last", false, io.EOF}} {
-		text, cut, err := readLine(r, 40)
-		if text != want.text || cut != want.cut || !errors.Is(err, want.err) {
-			t.Errorf("readLine = %q, %v, %v, want %+v", text, cut, err, want)
-		}
 	}
 }

@@ -6,18 +6,24 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"os"
 	"os/exec"
+	"os/signal"
+	"strconv"
 	"strings"
 	"syscall"
 	"testing"
 	"time"
 
+	"connectrpc.com/connect"
 	"golang.org/x/sys/unix"
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/plugins/bcx"
+	"github.com/better-compute/site-appliance/plugins/bcx/driverv1"
+	"github.com/better-compute/site-appliance/plugins/bcx/driverv1/driverv1connect"
 	"github.com/better-compute/site-appliance/plugins/driver"
 	"github.com/better-compute/site-appliance/plugins/host"
 	"github.com/better-compute/site-appliance/plugins/host/hosttest"
@@ -26,18 +32,39 @@ import (
 
 // The test binary is the shim, each plugin (by its name), and a host to kill.
 func TestMain(m *testing.M) {
+	inherited := handedOn()
 	hosttest.Shim()
 	switch {
 	case os.Getenv(bcx.CookieVariable) != "":
-		os.Exit(plugin(os.Args[0]))
+		os.Exit(plugin(os.Args[0], inherited))
 	case os.Getenv("HOST_TO_KILL") != "":
 		hostToKill()
 	}
 	os.Exit(m.Run())
 }
 
-func plugin(name string) int {
+// handedOn lists the descriptors over 2 that an exec left open: Go marks its own.
+func handedOn() (list []int) {
+	for fd := 3; fd < 256; fd++ {
+		if flags, err := unix.FcntlInt(uintptr(fd), unix.F_GETFD, 0); err == nil && flags&unix.FD_CLOEXEC == 0 {
+			list = append(list, fd)
+		}
+	}
+	return list
+}
+
+func plugin(name string, inherited []int) int {
 	switch name {
+	case "describes2", "twice", "stubborn":
+		if name == "stubborn" {
+			// It does not even look whether its stdin ends.
+			signal.Ignore(syscall.SIGTERM, syscall.SIGPIPE)
+			go chatter()
+		}
+		if err := bcx.Serve(context.Background(), describer{name: name}, os.Stdout); err != nil {
+			fmt.Fprintln(os.Stderr, err)
+		}
+		return 1
 	case "silent":
 		time.Sleep(time.Hour)
 	case "exits":
@@ -75,7 +102,7 @@ func plugin(name string) int {
 	case "flood":
 		go flood()
 	}
-	d, err := echoDriver(id, version, name)
+	d, err := echoDriver(id, version, name, inherited)
 	if err != nil {
 		fmt.Fprintln(os.Stderr, err)
 		return 1
@@ -83,13 +110,39 @@ func plugin(name string) int {
 	return sdk.Main(sdk.Options{PluginVersion: "test"}, d)
 }
 
+func chatter() {
+	for {
+		fmt.Fprintln(os.Stderr, "still here")
+		time.Sleep(time.Millisecond)
+	}
+}
+
 func flood() {
 	w := bufio.NewWriter(os.Stderr)
+	fmt.Fprintln(w, strings.Repeat("m", 1<<20))
 	for range 200 {
 		fmt.Fprintln(w, strings.Repeat("x", 100<<10))
 	}
 	w.Flush()
 	fmt.Fprintln(os.Stdout, "still here")
+}
+
+// describer is a plugin that describes what no host takes.
+type describer struct {
+	driverv1connect.UnimplementedDriverPluginHandler
+	name string
+}
+
+func (d describer) Describe(context.Context, *connect.Request[driverv1.DescribeRequest]) (*connect.Response[driverv1.DescribeResponse], error) {
+	acme := bcx.Described(driver.Manifest{ID: "acme", Version: "1.0.0", Kinds: []string{"power"}, RunsOn: "site"})
+	answer := &driverv1.DescribeResponse{Protocol: bcx.Protocol, Drivers: []*driverv1.DescribedDriver{acme}}
+	switch d.name {
+	case "describes2":
+		answer.Protocol = 2
+	case "twice":
+		answer.Drivers = append(answer.Drivers, acme)
+	}
+	return connect.NewResponse(answer), nil
 }
 
 type echo struct{ plugin string }
@@ -102,7 +155,7 @@ func text(raw json.RawMessage) (s string, err error) {
 }
 
 // echoDriver has an operation per thing that a plugin can do to its host.
-func echoDriver(id, version, plugin string) (*driver.Definition, error) {
+func echoDriver(id, version, plugin string, inherited []int) (*driver.Definition, error) {
 	op := func(f func(ctx *driver.Context, args driver.Args) (any, error)) driver.Operation[*echo] {
 		return func(ctx *driver.Context, _ *echo, args driver.Args) (any, error) { return f(ctx, args) }
 	}
@@ -123,7 +176,7 @@ func echoDriver(id, version, plugin string) (*driver.Definition, error) {
 			if err != nil {
 				return nil, err
 			}
-			v, err := ctx.Secrets.Resolve(ref)
+			v, err := ctx.Secrets.Resolve(ctx, driver.Ref(ref))
 			return string(v.Reveal()), err
 		}),
 		"fail": op(func(ctx *driver.Context, _ driver.Args) (any, error) {
@@ -153,6 +206,53 @@ func echoDriver(id, version, plugin string) (*driver.Definition, error) {
 				return nil, err
 			}
 			return cmd.Process.Pid, nil
+		}),
+		// escape starts a child that leaves the group and keeps stderr; alone: with
+		// nothing in its environment either.
+		"escape": op(func(_ *driver.Context, args driver.Args) (any, error) {
+			cmd := exec.Command("/bin/sleep", "600")
+			cmd.Stderr, cmd.SysProcAttr = os.Stderr, &syscall.SysProcAttr{Setsid: true}
+			if len(args) > 0 {
+				cmd.Env, cmd.SysProcAttr = []string{}, nil
+			}
+			if err := cmd.Start(); err != nil {
+				return nil, err
+			}
+			return cmd.Process.Pid, nil
+		}),
+		"leak": op(func(ctx *driver.Context, _ driver.Args) (any, error) {
+			v, err := ctx.Secrets.Resolve(ctx, "password")
+			if err != nil {
+				return nil, err
+			}
+			fmt.Fprintf(os.Stderr, "stderr says %s\n", v.Reveal())
+			fmt.Fprintf(os.Stdout, "stdout says %s\n", v.Reveal())
+			ctx.Emit(driver.Progress{Phase: "leak", Message: "progress says " + string(v.Reveal())})
+			return nil, fmt.Errorf("the error says %s", v.Reveal())
+		}),
+		"sized": op(func(_ *driver.Context, args driver.Args) (any, error) {
+			var n int
+			if len(args) != 1 || json.Unmarshal(args[0], &n) != nil {
+				return nil, errs.New(errs.InvalidArgs, "want a size")
+			}
+			return strings.Repeat("x", n-2), nil // with its quotes, n bytes
+		}),
+		"inherited": op(func(*driver.Context, driver.Args) (any, error) { return inherited, nil }),
+		"open": op(func(_ *driver.Context, args driver.Args) (any, error) {
+			answers := map[string]string{}
+			for _, a := range args {
+				path, err := text(a)
+				if err != nil {
+					return nil, err
+				}
+				fd, err := unix.Open(path, unix.O_RDONLY, 0)
+				if answers[path] = "ok"; err != nil {
+					answers[path] = unix.ErrnoName(err.(unix.Errno))
+				} else {
+					unix.Close(fd)
+				}
+			}
+			return answers, nil
 		}),
 		"environ": op(func(*driver.Context, driver.Args) (any, error) { return os.Environ(), nil }),
 		"files": op(func(*driver.Context, driver.Args) (any, error) {
@@ -186,28 +286,62 @@ func echoDriver(id, version, plugin string) (*driver.Definition, error) {
 			answers["run a program"] = fmt.Sprint(exec.Command("/bin/true").Run())
 			return answers, nil
 		}),
+	}, Streams: map[string]driver.StreamOperation[*echo]{
+		"tunnel": func(_ *driver.Context, _ *echo, _ driver.Args, stream io.ReadWriter) error {
+			_, err := io.Copy(stream, stream)
+			return err
+		},
 	}}
 	if plugin == "other" {
 		kind.Name = "other"
 	}
 	return driver.Define(driver.Spec[struct{}]{
 		ID: id, Version: version, RunsOn: "site",
-		Parse: func(raw json.RawMessage) (struct{}, error) { return struct{}{}, nil },
+		Schema: json.RawMessage(`{"type":"object","properties":{"address":{"type":"string"},"mirror":{"type":"string","format":"uri"}}}`),
+		Parse:  func(raw json.RawMessage) (struct{}, error) { return struct{}{}, nil },
+		Health: func(context.Context) error {
+			fmt.Fprintln(os.Stderr, "asked for its health")
+			return nil
+		},
+		Validate: func(ctx *driver.Context, _ struct{}) error {
+			if _, err := ctx.Secrets.Resolve(ctx, "password"); err != nil {
+				return err
+			}
+			return errs.New("log-in-refused", "the BMC refuses to log in")
+		},
 		RetrySafe: func() []string {
 			return []string{kind.Name + ".failSafe"}
 		}(),
 	}, driver.Implement(kind, func(struct{}, *driver.Context) (*echo, error) { return &echo{plugin}, nil }))
 }
 
+// hostToKill is a host that starts, spawns in its plugin, and says the numbers of
+// all that runs.
 func hostToKill() {
 	h, err := host.Start(context.Background(), host.Config{
-		Dir: os.Getenv("HOST_TO_KILL"), SocketRoot: os.Getenv("SOCKET_ROOT"),
+		Dir: os.Getenv("HOST_TO_KILL"), SocketRoot: os.Getenv("SOCKET_ROOT"), User: os.Getenv("PLUGIN_USER"), Cgroup: os.Getenv("CGROUP"),
 		Sandbox: true, Shim: []string{"/proc/self/exe", "bcx-shim"}, Log: slog.New(slog.DiscardHandler),
 	})
 	if err != nil {
 		panic(err)
 	}
-	out, err := h.Invoke(context.Background(), host.Call{Driver: "echo", Kind: "echo", Operation: "spawn"})
-	fmt.Println(h.Status()[0].PID, string(out), err)
+	line := []string{strconv.Itoa(h.Status()[0].PID)}
+	for _, c := range strings.Fields(os.Getenv("CALLS")) {
+		operation, args, _ := strings.Cut(c, ":")
+		out, err := h.Invoke(context.Background(), host.Call{Driver: "echo", Kind: "echo", Operation: operation, Args: json.RawMessage(args)})
+		if err != nil {
+			panic(err)
+		}
+		line = append(line, string(out))
+	}
+	fmt.Println(strings.Join(line, " "))
+	// Under load until it is killed.
+	for range 4 {
+		go func() {
+			for {
+				_, _ = h.Invoke(context.Background(), host.Call{Driver: "echo", Kind: "echo", Operation: "progress"})
+			}
+		}()
+	}
 	time.Sleep(time.Minute)
 }

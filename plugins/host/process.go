@@ -1,7 +1,6 @@
 package host
 
 import (
-	"bufio"
 	"context"
 	"errors"
 	"fmt"
@@ -9,34 +8,38 @@ import (
 	"log/slog"
 	"os"
 	"os/exec"
-	"path/filepath"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
-	"connectrpc.com/connect"
-	"golang.org/x/sys/unix"
-
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/plugins/bcx"
-	"github.com/better-compute/site-appliance/plugins/bcx/driverv1"
-	"github.com/better-compute/site-appliance/plugins/driver"
+	"github.com/better-compute/site-appliance/plugins/bcx/peer"
 	"github.com/better-compute/site-appliance/plugins/sandbox"
 )
 
+// maxResult caps what an operation may answer. What is bigger belongs into a stream.
+const maxResult = 4 << 20
+
 // process is one run of a plugin.
 type process struct {
-	cmd     *exec.Cmd
-	client  *bcx.Client
-	drivers []driver.Manifest
-	version string
+	cmd  *exec.Cmd
+	peer *peer.Peer
 
 	stdin  *os.File
-	dir    string
+	run    *run
 	cgroup string
+	limits limits
 	grace  time.Duration
-	exited chan struct{} // closed once the process is gone and its output drained
-	err    error         // how it ended; set before exited is closed
+	// refused counts the tasks that the kernel refused, as far as a call has said it.
+	refused atomic.Uint64
+
+	mu     sync.Mutex
+	reaped bool          // its number may mean another process by now
+	ended  chan struct{} // closed once the process is gone
+	err    error         // how it ended; set before ended is closed
+	exited chan struct{} // closed once its output is drained, and all of it removed
 }
 
 // launch is what start needs to know.
@@ -51,6 +54,7 @@ type launch struct {
 	socketRoot string
 	timeout    time.Duration
 	grace      time.Duration
+	egress     Egress
 	log        *slog.Logger
 }
 
@@ -67,71 +71,68 @@ func start(ctx context.Context, l launch) (_ *process, err error) {
 	if err != nil {
 		return nil, err
 	}
-	p := &process{grace: l.grace, exited: make(chan struct{})}
-	if p.dir, err = socketDir(l.socketRoot, l.uid, l.gid); err != nil {
+	p := &process{grace: l.grace, limits: l.limits, ended: make(chan struct{}), exited: make(chan struct{})}
+	if l.cgroup != "" {
+		p.cgroup = leafPath(l.cgroup, l.pin.Name)
+	}
+	p.run, err = newRun(l.socketRoot, record{
+		Plugin: l.pin.Name, Boot: bootID(), Space: pidSpace(), Host: processMark(os.Getpid()), UID: l.uid, Cgroup: p.cgroup,
+	}, l.gid)
+	if err != nil {
 		return nil, err
 	}
 	started := false
 	defer func() {
 		if !started {
-			os.RemoveAll(p.dir)
+			p.run.remove()
 		}
 	}()
 	spec := sandbox.Spec{
-		Shim: l.shim, Binary: binary, Name: l.pin.Name, UID: l.uid, GID: l.gid, Confine: l.confine,
+		Shim: l.shim, Binary: binary, Name: l.pin.Name, UID: l.uid, GID: l.gid, Confine: l.confine, Folder: p.run.dir,
 		Env: []string{
 			"PATH=/usr/sbin:/usr/bin:/sbin:/bin",
 			bcx.CookieVariable + "=" + bcx.Cookie,
-			bcx.SocketDirVariable + "=" + p.dir,
+			bcx.SocketDirVariable + "=" + p.run.dir,
 			bcx.ClientCertVariable + "=" + self.PEM(),
 		},
 	}
-	if l.cgroup != "" {
-		leaf, err := leafCgroup(l.cgroup, l.pin.Name, l.limits)
+	if p.cgroup != "" {
+		leaf, err := leafCgroup(p.cgroup, l.limits)
 		if err != nil {
 			return nil, err
 		}
 		defer leaf.Close()
-		spec.Cgroup, p.cgroup = leaf, leaf.Name()
+		spec.Cgroup = leaf
 	}
 	if p.cmd, err = sandbox.Command(spec); err != nil {
 		return nil, err
 	}
-	stdout, stderr, err := p.run()
+	stdout, stderr, err := p.begin()
 	if err != nil {
 		return nil, err
 	}
 	started = true
-	out := newOutput(l.log)
-	first := make(chan handshakeLine, 1)
-	var drains sync.WaitGroup
-	drains.Go(func() {
-		r := bufio.NewReaderSize(stdout, bcx.MaxHandshake)
-		line, err := readHandshake(r)
-		first <- handshakeLine{line, err}
-		out.drain("stdout", r)
-	})
-	drains.Go(func() { out.drain("stderr", bufio.NewReaderSize(stderr, 16<<10)) })
-	go p.reap(l.log, out, &drains, stdout, stderr)
+	p.run.record.Process = processMark(p.cmd.Process.Pid)
+	if err := p.run.save(); err != nil {
+		l.log.Warn("plugin's run is not recorded: it could outlive a killed host", "reason", err.Error())
+	}
+	redact := peer.NewRedactor()
+	out := peer.Watch(stdout, stderr, l.log, redact)
+	go p.reap(l.log, out, stdout, stderr)
 
 	ctx, cancel := context.WithTimeout(ctx, l.timeout)
 	defer cancel()
-	if err := p.meet(ctx, self, first, l.timeout); err != nil {
+	o := peer.Options{Name: l.pin.Name, Log: l.log, Redact: redact, MaxResultBytes: maxResult}
+	if err := p.meet(ctx, self, out, l.timeout, o); err != nil {
 		p.kill()
 		<-p.exited
-		p.hangUp()
 		return nil, err
 	}
 	return p, nil
 }
 
-type handshakeLine struct {
-	line []byte
-	err  error
-}
-
-// run starts the process with pipes for its three streams.
-func (p *process) run() (stdout, stderr *os.File, err error) {
+// begin starts the process with pipes for its three streams.
+func (p *process) begin() (stdout, stderr *os.File, err error) {
 	var files [6]*os.File
 	defer func() {
 		for i, f := range files {
@@ -155,84 +156,54 @@ func (p *process) run() (stdout, stderr *os.File, err error) {
 }
 
 // meet takes the handshake line and asks for the description.
-func (p *process) meet(ctx context.Context, self *bcx.Identity, first <-chan handshakeLine, limit time.Duration) error {
-	var h handshakeLine
-	select {
-	case h = <-first:
-	case <-ctx.Done():
-		if errors.Is(ctx.Err(), context.DeadlineExceeded) {
-			return fmt.Errorf("no handshake line within %v", limit)
-		}
-		return ctx.Err()
-	}
-	if h.err != nil {
+func (p *process) meet(ctx context.Context, self *bcx.Identity, out *peer.Output, limit time.Duration, o peer.Options) error {
+	shake, err := out.Handshake(ctx, p.run.dir)
+	switch {
+	case errors.Is(err, context.DeadlineExceeded):
+		return fmt.Errorf("no handshake line within %v", limit)
+	case errors.Is(err, peer.ErrEnded):
 		// It has ended, or is about to be: say how, if it does at once.
 		select {
-		case <-p.exited:
-			return fmt.Errorf("%w (%v)", h.err, p.err)
+		case <-p.ended:
+			return fmt.Errorf("%w (%v)", err, p.err)
 		case <-time.After(time.Second):
-			return h.err
 		}
-	}
-	shake, err := bcx.ParseHandshake(h.line, p.dir)
-	if err != nil {
+		return err
+	case err != nil:
 		return err
 	}
-	p.client = bcx.Dial(self, shake)
-	answer, err := p.client.Describe(ctx, connect.NewRequest(&driverv1.DescribeRequest{}))
-	if err != nil {
-		return fmt.Errorf("describe: %w", err)
-	}
-	if answer.Msg.GetProtocol() != bcx.Protocol {
-		return fmt.Errorf("plugin describes bcx protocol %d: want %d", answer.Msg.GetProtocol(), bcx.Protocol)
-	}
-	p.version = answer.Msg.GetPluginVersion()
-	seen := map[string]bool{}
-	for _, d := range answer.Msg.GetDrivers() {
-		m, err := bcx.Manifest(d)
-		if err != nil {
-			return fmt.Errorf("describe: %w", err)
-		}
-		if seen[m.ID] {
-			return fmt.Errorf("describe: driver %s is described twice", m.ID)
-		}
-		seen[m.ID] = true
-		p.drivers = append(p.drivers, m)
-	}
-	if len(p.drivers) == 0 {
-		return errors.New("plugin describes no driver")
-	}
-	return nil
+	p.peer, err = peer.Meet(ctx, self, shake, o)
+	return err
 }
 
 // reap waits for the process and takes whatever it started with it.
-func (p *process) reap(log *slog.Logger, out *output, drains *sync.WaitGroup, stdout, stderr *os.File) {
-	pid := p.cmd.Process.Pid
-	// Leave the zombie for now: while it lies there, its group's number cannot
-	// come to mean other processes.
-	for {
-		err := unix.Waitid(unix.P_PID, pid, nil, unix.WEXITED|unix.WNOWAIT, nil)
-		if !errors.Is(err, unix.EINTR) {
-			break
+func (p *process) reap(log *slog.Logger, out *peer.Output, stdout, stderr *os.File) {
+	if await(p.cmd) {
+		p.kill()
+		p.setReaped()
+	}
+	p.err = exitReason(p.cmd.Wait())
+	p.setReaped()
+	if p.cgroup != "" {
+		if v := verdict(p.cgroup, p.limits, killedBySignal(p.err)); v != "" {
+			p.err = fmt.Errorf("%s (%w)", v, p.err)
 		}
 	}
-	p.kill()
-	p.err = exitReason(p.cmd.Wait())
+	close(p.ended)
 	// A descendant that left the group may hold the pipes open.
 	limit := time.Now().Add(time.Second)
 	_ = stdout.SetReadDeadline(limit)
 	_ = stderr.SetReadDeadline(limit)
-	drains.Wait()
+	out.Wait()
 	for _, c := range []io.Closer{stdout, stderr, p.stdin} {
 		c.Close()
 	}
-	out.close()
-	os.RemoveAll(p.dir)
 	if p.cgroup != "" {
 		if err := removeCgroup(p.cgroup); err != nil {
 			log.Error("plugin's cgroup is left", "reason", err.Error())
 		}
 	}
+	p.run.remove()
 	close(p.exited)
 }
 
@@ -243,18 +214,36 @@ func exitReason(err error) error {
 	return err
 }
 
+// gone reports whether the process has ended.
+func (p *process) gone() bool {
+	select {
+	case <-p.ended:
+		return true
+	default:
+		return false
+	}
+}
+
 // kill ends the process, its group, and what lives in its cgroup.
 func (p *process) kill() {
-	_ = syscall.Kill(-p.cmd.Process.Pid, syscall.SIGKILL)
-	if p.cgroup != "" {
-		_ = write(filepath.Join(p.cgroup, "cgroup.kill"), "1")
+	p.mu.Lock()
+	if !p.reaped {
+		killGroup(p.cmd.Process)
 	}
+	p.mu.Unlock()
+	killCgroup(p.cgroup)
+}
+
+func (p *process) setReaped() {
+	p.mu.Lock()
+	p.reaped = true
+	p.mu.Unlock()
 }
 
 // hangUp drops the connection, unless calls still use it.
 func (p *process) hangUp() {
-	if p.client != nil {
-		p.client.Close()
+	if p.peer != nil {
+		p.peer.Close()
 	}
 }
 
@@ -273,27 +262,6 @@ func (p *process) stop() {
 	}
 	p.kill()
 	<-p.exited
-}
-
-// socketDir makes the folder of one run's socket, for its uid alone.
-func socketDir(root string, uid, gid int) (string, error) {
-	// Plugins pass through the root to their own folder, and cannot list it.
-	if err := os.MkdirAll(root, 0o711); err != nil {
-		return "", fmt.Errorf("make socket folder: %w", err)
-	}
-	dir, err := os.MkdirTemp(root, "p")
-	if err != nil {
-		return "", fmt.Errorf("make socket folder: %w", err)
-	}
-	err = bcx.CheckSocketPath(filepath.Join(dir, bcx.SocketName))
-	if err == nil && uid >= 0 {
-		err = os.Chown(dir, uid, gid)
-	}
-	if err != nil {
-		os.Remove(dir)
-		return "", fmt.Errorf("make socket folder: %w", err)
-	}
-	return dir, nil
 }
 
 // unavailable is what a call gets while its plugin restarts: nothing ran.

@@ -13,6 +13,16 @@ const (
 	uidCount = 184
 )
 
+// UIDs is the range that the uids of plugins come from: of those with one of
+// their own, or, with a shared user (a name or a number), that one.
+func UIDs(user string) (first, last int, err error) {
+	if user == "" {
+		return firstUID, firstUID + uidCount - 1, nil
+	}
+	uid, _, err := lookupUser(user)
+	return uid, uid, err
+}
+
 // assignUIDs gives each name a uid of its own. It depends on the names alone,
 // so that a plugin keeps its uid over restarts.
 func assignUIDs(names []string) (map[string]int, error) {

@@ -156,11 +156,11 @@ type credentials struct {
 }
 
 func readCredentials(ctx *driver.Context) (credentials, error) {
-	username, err := ctx.Secrets.Resolve("username")
+	username, err := ctx.Secrets.Resolve(ctx, "username")
 	if err != nil {
 		return credentials{}, err
 	}
-	password, err := ctx.Secrets.Resolve("password")
+	password, err := ctx.Secrets.Resolve(ctx, "password")
 	if err != nil {
 		return credentials{}, err
 	}

@@ -1,128 +1,118 @@
-// Package metal declares the kinds of bare-metal drivers: power, management and inspect.
+// Package metal declares the kinds of bare-metal drivers, from power to deploy.
 package metal
 
 import (
+	"encoding/hex"
 	"encoding/json"
+	"net/url"
 	"slices"
+	"strings"
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/plugins/driver"
 )
 
-// PowerState is what a machine's power is.
-type PowerState string
-
-// The states of power.
-const (
-	PowerOn      PowerState = "on"
-	PowerOff     PowerState = "off"
-	PowerUnknown PowerState = "unknown"
-)
-
-// PowerAction is what setPower does.
-type PowerAction string
-
-// The actions of setPower. Soft asks the operating system; NMI is optional for a driver.
-const (
-	ActionOn    PowerAction = "on"
-	ActionOff   PowerAction = "off"
-	ActionSoft  PowerAction = "soft"
-	ActionCycle PowerAction = "cycle"
-	ActionReset PowerAction = "reset"
-	ActionNMI   PowerAction = "nmi"
-)
-
-// Device is what a machine boots from.
-type Device string
-
-// The boot devices. None takes an override back.
-const (
-	DeviceNone  Device = "none"
-	DevicePXE   Device = "pxe"
-	DeviceDisk  Device = "disk"
-	DeviceCDROM Device = "cdrom"
-	DeviceBIOS  Device = "bios"
-)
-
-// BootDevice is a boot override. Without Persistent it holds for one boot.
-type BootDevice struct {
-	Device     Device `json:"device"`
-	Persistent bool   `json:"persistent"`
-	EFI        bool   `json:"efi"`
+// retrySafe are the operations that by their nature do no harm when they run
+// twice. applySettings and applyLayout are not among them: whether they are is
+// for a driver to say.
+var retrySafe = []string{
+	"bios.getSettings",
+	"config.get",
+	"firmware.list",
+	"inspect.inspect",
+	"management.getBootDevice", "management.getEventLog", "management.getSecureBoot", "management.setBootDevice",
+	"power.getPower",
+	"raid.getLayout",
+	"virtual-media.eject", "virtual-media.insert", "virtual-media.status",
 }
 
-// Power is the kind "power".
-type Power interface {
-	GetPower(*driver.Context) (PowerState, error)
-	SetPower(*driver.Context, PowerAction) error
-}
-
-// Management is the kind "management".
-type Management interface {
-	SetBootDevice(*driver.Context, BootDevice) error
-}
-
-// BootDeviceGetter is management's optional getBootDevice.
-type BootDeviceGetter interface {
-	GetBootDevice(*driver.Context) (BootDevice, error)
-}
-
-// BMCResetter is management's optional resetBmc.
-type BMCResetter interface {
-	ResetBMC(*driver.Context) error
-}
-
-// Inspector is the kind "inspect".
-type Inspector interface {
-	Inspect(*driver.Context) (Inspection, error)
-}
-
-// PowerKind is power {getPower, setPower}.
-func PowerKind() driver.Kind[Power] {
-	return driver.Kind[Power]{Name: "power", Operations: map[string]driver.Operation[Power]{
-		"getPower": driver.Get(Power.GetPower),
-		"setPower": driver.Set(ParseAction, Power.SetPower),
-	}}
-}
-
-// ManagementKind is management {setBootDevice; getBootDevice, resetBmc}.
-func ManagementKind() driver.Kind[Management] {
-	return driver.Kind[Management]{Name: "management", Operations: map[string]driver.Operation[Management]{
-		"setBootDevice": driver.Set(ParseBootDevice, Management.SetBootDevice),
-		"getBootDevice": driver.Optional[Management](driver.Get(BootDeviceGetter.GetBootDevice)),
-		"resetBmc": driver.Optional[Management](driver.Get(func(r BMCResetter, ctx *driver.Context) (any, error) {
-			return nil, r.ResetBMC(ctx)
-		})),
-	}}
-}
-
-// InspectKind is inspect {inspect}.
-func InspectKind() driver.Kind[Inspector] {
-	return driver.Kind[Inspector]{Name: "inspect", Operations: map[string]driver.Operation[Inspector]{
-		"inspect": driver.Get(Inspector.Inspect),
-	}}
-}
-
-// ParseAction reads setPower's argument; an unknown action is invalid-args.
-func ParseAction(raw json.RawMessage) (PowerAction, error) {
-	var a PowerAction
-	if err := json.Unmarshal(raw, &a); err != nil {
-		return "", errs.New(errs.InvalidArgs, "power action is not a string")
+// RetrySafe lists the operations of these kinds that a driver may mark
+// retry-safe without a thought, sorted; of all kinds if none is given. It is a
+// default to start from: what a driver knows of its hardware goes before it.
+func RetrySafe(kinds ...string) []string {
+	var list []string
+	for _, op := range retrySafe {
+		kind, _, _ := strings.Cut(op, ".")
+		if len(kinds) == 0 || slices.Contains(kinds, kind) {
+			list = append(list, op)
+		}
 	}
-	if !slices.Contains([]PowerAction{ActionOn, ActionOff, ActionSoft, ActionCycle, ActionReset, ActionNMI}, a) {
-		return "", errs.New(errs.InvalidArgs, "unknown power action %.40q: want on, off, soft, cycle, reset or nmi", a)
-	}
-	return a, nil
+	return list
 }
 
-// ParseBootDevice reads setBootDevice's argument; an unknown device or field is invalid-args.
-func ParseBootDevice(raw json.RawMessage) (BootDevice, error) {
-	var b BootDevice
-	if err := driver.StrictJSON(raw, &b, "device", "persistent", "efi"); err != nil {
-		return b, errs.New(errs.InvalidArgs, "boot device: %v", err)
+// Kinds lists the names of all kinds of this package, sorted.
+func Kinds() []string {
+	return []string{
+		"bios", "boot", "config", "console", "credentials", "deploy", "firmware", "inspect", "management", "power", "raid", "virtual-media",
 	}
-	if !slices.Contains([]Device{DeviceNone, DevicePXE, DeviceDisk, DeviceCDROM, DeviceBIOS}, b.Device) {
-		return b, errs.New(errs.InvalidArgs, "unknown boot device %.40q: want none, pxe, disk, cdrom or bios", b.Device)
+}
+
+// do calls an operation of another process that answers nothing.
+func do(i *driver.Implementation, ctx *driver.Context, operation string, args ...any) error {
+	_, err := i.On(ctx).Call(operation, args...).Await()
+	return err
+}
+
+// ask calls an operation of another process and decodes its answer.
+func ask[R any](i *driver.Implementation, ctx *driver.Context, operation string, args ...any) (R, error) {
+	return driver.Answer[R](i.On(ctx).Call(operation, args...))
+}
+
+// strange is an answer of another process that is none of its operation's.
+func strange(operation, format string, args ...any) error {
+	e := errs.New(errs.DriverError, format, args...)
+	e.Message = "the answer of " + operation + ": " + e.Message
+	return e
+}
+
+// strict decodes an argument that is an object of these fields; another is invalid-args.
+func strict(raw json.RawMessage, into any, what string, fields ...string) error {
+	if err := driver.StrictJSON(raw, into, fields...); err != nil {
+		return errs.New(errs.InvalidArgs, "%s: %v", what, err)
 	}
-	return b, nil
+	return nil
+}
+
+// checkURL refuses what nothing can be fetched from, and credentials in an
+// address: an argument is logged, a secret never.
+func checkURL(what, text string, schemes ...string) error {
+	want := "want an absolute URL of " + strings.Join(schemes, ", ")
+	if len(text) > 2048 {
+		return errs.New(errs.InvalidArgs, "%s: %d bytes, limit 2048", what, len(text))
+	}
+	u, err := url.Parse(text)
+	switch {
+	case err != nil || u.Host == "" || !slices.Contains(schemes, u.Scheme):
+		return errs.New(errs.InvalidArgs, "%s: %s", what, want)
+	case u.User != nil:
+		return errs.New(errs.InvalidArgs, "%s: a URL holds no user name and no password", what)
+	}
+	return nil
+}
+
+// checkDigest refuses what is no SHA-256 in lower-case hex.
+func checkDigest(what, text string) error {
+	if raw, err := hex.DecodeString(text); err != nil || len(raw) != 32 || strings.ToLower(text) != text {
+		return errs.New(errs.InvalidArgs, "%s: want a SHA-256 of 64 lower-case hex digits", what)
+	}
+	return nil
+}
+
+// checkName refuses an empty, long or unprintable name.
+func checkName(what, text string, most int) error {
+	if text == "" || len(text) > most || strings.ContainsFunc(text, func(r rune) bool { return r < ' ' || r == 0x7f }) {
+		return errs.New(errs.InvalidArgs, "%s: want 1 to %d printable characters", what, most)
+	}
+	return nil
+}
+
+// atMostOne is an operation whose single argument, an object, can be left out.
+func atMostOne[T, A any](decode func(json.RawMessage) (A, error), f func(T, *driver.Context, A) error) driver.Operation[T] {
+	set := driver.Set(decode, f)
+	return func(ctx *driver.Context, impl T, args driver.Args) (any, error) {
+		if len(args) == 0 {
+			args = driver.Args{json.RawMessage("{}")}
+		}
+		return set(ctx, impl, args)
+	}
 }

@@ -5,56 +5,48 @@ package sandbox
 import (
 	"fmt"
 	"os"
-	"os/exec"
-	"strconv"
-	"syscall"
 )
+
+// shimFailed is the shim's exit code when it could not become the plugin.
+const shimFailed = 70
 
 // Spec is a process to start.
 type Spec struct {
 	// Shim is the argv prefix of the program that calls ShimMain; empty: the
 	// binary is executed without a shim, and Confine must be false.
 	Shim []string
-	// Binary is executed from this open descriptor, never by path.
+	// Binary is executed from this open descriptor, never by its path; only
+	// where there is no such thing (not on Linux) by that.
 	Binary *os.File
 	// Name is the process's argv[0].
 	Name string
 	// UID and GID are the process's own; negative: those of the caller.
 	UID, GID int
-	// Confine sets no_new_privs and the system call filter.
+	// Confine sets no_new_privs, the wall around files and the system call filter.
 	Confine bool
+	// Folder is where a confined process may write; empty: nowhere.
+	Folder string
 	// Env is the whole environment.
 	Env []string
 	// Cgroup is an open cgroup v2 directory to start in; nil: the caller's.
 	Cgroup *os.File
 }
 
-// Command prepares the process. It gets a process group of its own and dies
-// with the thread that starts it: the caller locks its goroutine to that
-// thread for as long as the process lives.
-func Command(s Spec) (*exec.Cmd, error) {
-	cmd := &exec.Cmd{
-		Env: s.Env, Dir: "/", ExtraFiles: []*os.File{s.Binary},
-		SysProcAttr: &syscall.SysProcAttr{Setpgid: true, Pdeathsig: syscall.SIGKILL},
+// check refuses what cannot be started on an operating system as asked.
+func (s Spec) check(goos string) error {
+	if s.Confine && len(s.Shim) == 0 {
+		return fmt.Errorf("confine %s: no shim is set", s.Name)
 	}
-	if s.Cgroup != nil {
-		cmd.SysProcAttr.UseCgroupFD = true
-		cmd.SysProcAttr.CgroupFD = int(s.Cgroup.Fd())
+	if goos == "linux" {
+		return nil
 	}
-	if len(s.Shim) == 0 {
-		if s.Confine {
-			return nil, fmt.Errorf("confine %s: no shim is set", s.Name)
+	for _, c := range []struct {
+		asked bool
+		what  string
+	}{{len(s.Shim) > 0, "a shim"}, {s.UID >= 0, "a user of its own"}, {s.Cgroup != nil, "a cgroup"}} {
+		if c.asked {
+			return fmt.Errorf("start %s: %s is asked for, and %s has no sandbox: it runs with sandbox = false only", s.Name, c.what, goos)
 		}
-		cmd.Path, cmd.Args = "/proc/self/fd/3", []string{s.Name}
-		if s.UID >= 0 {
-			cmd.SysProcAttr.Credential = &syscall.Credential{Uid: uint32(s.UID), Gid: uint32(s.GID)}
-		}
-		return cmd, nil
 	}
-	cmd.Path = s.Shim[0]
-	cmd.Args = append([]string{}, s.Shim...)
-	cmd.Args = append(cmd.Args,
-		"-uid="+strconv.Itoa(s.UID), "-gid="+strconv.Itoa(s.GID),
-		"-parent="+strconv.Itoa(os.Getpid()), "-confine="+strconv.FormatBool(s.Confine), "--", s.Name)
-	return cmd, nil
+	return nil
 }

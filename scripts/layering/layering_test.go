@@ -66,14 +66,17 @@ var rules = map[string][]string{
 	"board":                 {},
 	"initramfs":             {"appliance/site/config", "board", "image/gpt", "image/layout"},
 	"appliance/site/config": {},
-	"appliance/site":        {"appliance/agent", "appliance/artifact", "pxe", "bmc", "plugins", "image"},
-	"appliance/ramdisk":     {"appliance/agent", "image", "plugins/driver", "plugins/metal", "appliance/site/config"},
-	"appliance/node":        {"appliance/agent", "plugins", "appliance/site/config"},
-	"appliance/gateway":     {"appliance/agent/envelope", "appliance/agent/trust", "plugins/driver", "plugins/metal"},
+	"appliance/invoke":      {"appliance/agent", "plugins", "bmc/addressbook"},
+	"appliance/hosting":     {"plugins", "appliance/site/config"},
+	"appliance/daemontest":  {"appliance/agent", "appliance/invoke", "appliance/gateway", "plugins"},
+	"appliance/site":        {"appliance/agent", "appliance/invoke", "appliance/hosting", "appliance/artifact", "pxe", "bmc", "plugins", "image"},
+	"appliance/ramdisk":     {"appliance/agent", "appliance/invoke", "image", "plugins/driver", "plugins/metal", "appliance/site/config"},
+	"appliance/node":        {"appliance/agent", "appliance/invoke", "appliance/hosting", "plugins", "appliance/site/config"},
+	"appliance/gateway":     {"appliance/agent/envelope", "appliance/agent/trust", "plugins/driver", "plugins/external", "plugins/metal"},
 	"image/builder":         {"image", "initramfs", "board"},
 	"appliance/cmd/bcd":     {"appliance/site", "appliance/ramdisk", "appliance/node", "plugins", "appliance/agent"},
 	"appliance/cmd/better-compute": {
-		"appliance/gateway", "image", "board", "initramfs", "appliance/site/config", "appliance/agent",
+		"appliance/gateway", "image", "board", "initramfs", "appliance/site/config", "appliance/agent", "plugins/external", "plugins/driver", "plugins/sdk",
 	},
 }
 
@@ -122,7 +125,12 @@ var homes = map[string][]string{
 	"modernc.org/sqlite":             {"appliance/gateway/store"},
 	"database/sql":                   {"appliance/gateway/store"},
 	"github.com/google/nftables":     {"appliance/site/firewall"},
-	"github.com/BurntSushi/toml":     {"appliance/site/config", "board"},
+	"github.com/BurntSushi/toml":     {"appliance/gateway/config", "appliance/site/config", "board"},
+	"github.com/santhosh-tekuri":     {}, // tests compare with it
+	"github.com/containerd":          {"plugins/containerd"},
+	"github.com/hashicorp":           {"scripts/bench"},
+	"golang.org/x/net/http2":         {"plugins/bcx/h2"},
+	"github.com/opencontainers":      {"plugins/containerd"},
 	"github.com/vishvananda/netlink": {"initramfs", "appliance/site", "pxe/pxetest", "scripts/lab"},
 }
 
@@ -141,13 +149,14 @@ func TestThirdPartyHomes(t *testing.T) {
 
 // forbidden says what a program must not link.
 var forbidden = map[string][]string{
-	"./appliance/cmd/bcd":      {module + "appliance/gateway", "database/sql", "modernc.org/sqlite"},
-	"./plugins/cmd/bcx-ipmi":   {module + "appliance/agent", module + "appliance/site", module + "appliance/gateway", "database/sql"},
-	"./initramfs/cmd/init":     {module + "appliance/agent", module + "appliance/gateway", "database/sql", "connectrpc.com/connect"},
-	"./appliance/base/...":     {"connectrpc.com/connect", "google.golang.org/protobuf", "golang.org/x/sys"},
-	"./plugins/driver":         {"connectrpc.com/connect"},
-	"./appliance/agent/trust":  {module + "appliance/gateway"},
-	"./appliance/site/config/": {"connectrpc.com/connect"},
+	"./appliance/cmd/bcd":          {module + "appliance/gateway", "database/sql", "modernc.org/sqlite", "github.com/containerd", "github.com/opencontainers"},
+	"./plugins/cmd/bcx-ipmi":       {module + "appliance/agent", module + "appliance/site", module + "appliance/gateway", "database/sql"},
+	"./plugins/cmd/bcx-containerd": {module + "appliance/agent", module + "appliance/site", module + "appliance/gateway", "database/sql"},
+	"./initramfs/cmd/init":         {module + "appliance/agent", module + "appliance/gateway", "database/sql", "connectrpc.com/connect"},
+	"./appliance/base/...":         {"connectrpc.com/connect", "google.golang.org/protobuf", "golang.org/x/sys"},
+	"./plugins/driver":             {"connectrpc.com/connect"},
+	"./appliance/agent/trust":      {module + "appliance/gateway"},
+	"./appliance/site/config/":     {"connectrpc.com/connect"},
 }
 
 func TestForbiddenLinks(t *testing.T) {
@@ -169,6 +178,7 @@ func TestRequiredLinks(t *testing.T) {
 	want := map[string]string{
 		"./appliance/cmd/better-compute": "modernc.org/sqlite",
 		"./appliance/cmd/bcd":            "github.com/pin/tftp/v3",
+		"./plugins/cmd/bcx-containerd":   "github.com/containerd/containerd/v2/client",
 	}
 	for target, dep := range want {
 		found := false

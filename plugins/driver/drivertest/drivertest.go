@@ -4,6 +4,7 @@ package drivertest
 import (
 	"context"
 	"log/slog"
+	"slices"
 	"sync"
 	"testing"
 
@@ -17,26 +18,41 @@ type Recorder struct {
 	progress []driver.Progress
 }
 
-// Progress is all that was emitted so far.
+// Progress is all that was emitted so far, in order.
 func (r *Recorder) Progress() []driver.Progress {
 	r.mu.Lock()
 	defer r.mu.Unlock()
-	return append([]driver.Progress(nil), r.progress...)
+	return slices.Clone(r.progress)
 }
 
-// Context is a call's context with these secrets, and the recorder of its progress.
+func (r *Recorder) record(p driver.Progress) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.progress = append(r.progress, p)
+}
+
+// Context is the context of one call, and the recorder of its progress.
+//
+// Deadline and cancellation are ctx's: t.Context() for a call that ends with
+// the test, context.WithTimeout for one that runs out of time. The secrets are
+// what a host would have delivered, by reference or by name such as username
+// and password; any other is credentials-unavailable, as in service. The log
+// goes to t's output; without t, as in an example, it is discarded.
+//
+// The fields of the context may be changed before the call: Secrets for a
+// resolver of the test's own, IdempotencyKey, Traceparent, TargetNodeID, Log.
 func Context(t testing.TB, ctx context.Context, secrets map[string]string) (*driver.Context, *Recorder) {
-	t.Helper()
-	values := driver.Secrets{}
-	for k, v := range secrets {
-		values[k] = secret.New([]byte(v))
+	log := slog.New(slog.DiscardHandler)
+	if t != nil {
+		t.Helper()
+		log = slog.New(slog.NewTextHandler(t.Output(), nil))
+	}
+	delivered := driver.Delivered{}
+	for ref, value := range secrets {
+		delivered[ref] = secret.New([]byte(value))
 	}
 	r := &Recorder{}
-	c := driver.NewContext(ctx, values, slog.New(slog.NewTextHandler(t.Output(), nil)), func(p driver.Progress) {
-		r.mu.Lock()
-		defer r.mu.Unlock()
-		r.progress = append(r.progress, p)
-	})
+	c := driver.NewContext(ctx, delivered, log, r.record)
 	c.IdempotencyKey = "cmd_test"
 	return c, r
 }

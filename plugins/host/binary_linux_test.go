@@ -10,6 +10,8 @@ import (
 	"testing"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/better-compute/site-appliance/plugins/sandbox"
 )
 
 func TestOpenPinnedKeepsWritersOut(t *testing.T) {
@@ -40,6 +42,45 @@ func TestOpenPinnedKeepsWritersOut(t *testing.T) {
 	}
 	if _, err := openPinned(link, sha256.Sum256(content)); err == nil {
 		t.Error("a symbolic link was opened")
+	}
+}
+
+// What was hashed is what runs, whatever lies at its path by then.
+func TestFileSwappedAfterHashing(t *testing.T) {
+	content, err := os.ReadFile("/bin/true")
+	if err != nil {
+		t.Fatal(err)
+	}
+	other, err := os.ReadFile("/bin/false")
+	if err != nil {
+		t.Fatal(err)
+	}
+	path := filepath.Join(t.TempDir(), "plugin")
+	for name, data := range map[string][]byte{path: content, path + ".new": other} {
+		if err := os.WriteFile(name, data, 0o755); err != nil {
+			t.Fatal(err)
+		}
+	}
+	f, err := openPinned(path, sha256.Sum256(content))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer f.Close()
+	if err := os.Rename(path+".new", path); err != nil {
+		t.Fatal(err)
+	}
+	cmd, err := sandbox.Command(sandbox.Spec{Binary: f, Name: "plugin", UID: -1, GID: -1})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := cmd.Run(); err != nil {
+		t.Errorf("run what was hashed: %v", err)
+	}
+	if err := exec.Command(path).Run(); err == nil {
+		t.Error("the path still has the old file: nothing was swapped")
+	}
+	if _, err := openPinned(path, sha256.Sum256(content)); !errors.Is(err, errPin) {
+		t.Errorf("open what was swapped in: %v, want a pin mismatch", err)
 	}
 }
 

@@ -13,9 +13,6 @@ import (
 // binaryFD is where Command puts the open binary.
 const binaryFD = 3
 
-// shimFailed is the shim's exit code when it could not become the plugin.
-const shimFailed = 70
-
 // ShimMain turns this process into the plugin at descriptor 3. It returns only
 // when that failed, with the exit code; why is on stderr.
 func ShimMain(args []string) int {
@@ -32,7 +29,8 @@ func shim(args []string) error {
 	uid := flags.Int("uid", -1, "uid to become; negative: stay")
 	gid := flags.Int("gid", -1, "gid to become")
 	parent := flags.Int("parent", 0, "pid of the host")
-	confine := flags.Bool("confine", true, "set no_new_privs and the filter")
+	confine := flags.Bool("confine", true, "set no_new_privs, the wall around files and the filter")
+	folder := flags.String("folder", "", "the only folder to write in")
 	if err := flags.Parse(args); err != nil {
 		return err
 	}
@@ -60,6 +58,9 @@ func shim(args []string) error {
 	if *confine {
 		if err := unix.Prctl(unix.PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0); err != nil {
 			return fmt.Errorf("set no_new_privs: %w", err)
+		}
+		if err := wallFiles(*folder, binaryFD); err != nil {
+			return fmt.Errorf("wall off files: %w", err)
 		}
 		if err := installFilter(); err != nil {
 			return fmt.Errorf("install system call filter: %w", err)
