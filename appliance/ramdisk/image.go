@@ -73,7 +73,7 @@ func decodeStream(args []byte) (dispatch.Operation, error) {
 			return dispatch.Operation{}, err
 		}
 	}
-	return dispatch.Operation{Name: "image.stream", Key: "disk " + req.Disk.Serial, Destructive: true, Value: &req}, nil
+	return dispatch.Operation{Name: "image.stream", Key: "disk " + req.Disk.Serial, Destructive: true, Counts: true, Value: &req}, nil
 }
 
 func (m *imager) run(ctx context.Context, c dispatch.Call) ([]byte, error) {

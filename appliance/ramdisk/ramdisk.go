@@ -20,6 +20,7 @@ import (
 	"github.com/better-compute/site-appliance/appliance/agent/dispatch"
 	"github.com/better-compute/site-appliance/appliance/agent/outbox"
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
+	"github.com/better-compute/site-appliance/appliance/invoke"
 	"github.com/better-compute/site-appliance/plugins/metal"
 )
 
@@ -76,7 +77,7 @@ func Run(ctx context.Context, c Config) error {
 	images := &imager{sys: c.Sys, dev: c.Dev, artifacts: artifacts, via: boot.Via, client: plainClient(), log: c.Log}
 	a, err := agent.New(agent.Config{
 		Role: agentv1.Role_ROLE_RAMDISK, StateDir: c.StateDir, Boot: &boot, Dial: c.Dial, Version: c.Version, Build: c.Build,
-		Capabilities: []string{"image.stream/raw.zst"}, Kinds: []dispatch.Kind{images.kind()},
+		Capabilities: []string{"image.stream/raw.zst"}, Kinds: []dispatch.Kind{images.kind(), invoke.New(invoke.Options{Log: c.Log})},
 		ProductUUID: hardware.ProductUUID, MACs: macs, Log: c.Log,
 	})
 	if err != nil {

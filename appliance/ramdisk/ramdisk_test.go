@@ -237,6 +237,13 @@ func TestImageStream(t *testing.T) {
 		}
 	}
 
+	// It takes driver.invoke, and hosts no driver.
+	l.session.Command(&agentv1.CommandPayload{CommandId: "cmd_invoke", Kind: "driver.invoke", Lane: "provision", WorkflowId: "wf_1", StepId: "main.0",
+		Args: []byte(`{"workflowId":"wf_1","stepId":"main.0","attempt":0,"args":{"concern":"power","operation":"getPower","driver":"acme"}}`)})
+	if got := l.session.Result("cmd_invoke").GetError(); got.GetCode() != string(errs.UnsupportedDriver) || !strings.Contains(got.GetMessage(), "no hosted driver acme implements power") {
+		t.Errorf("driver.invoke: %v, want %s", got, errs.UnsupportedDriver)
+	}
+
 	result := l.command(t, "cmd_good", l.request())
 	var got imagev1.StreamResult
 	if result.GetError() != nil || proto.Unmarshal(result.GetResult(), &got) != nil {

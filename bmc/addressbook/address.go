@@ -3,6 +3,7 @@ package addressbook
 import (
 	"net"
 	"net/netip"
+	"net/url"
 	"regexp"
 	"strconv"
 	"strings"
@@ -41,6 +42,71 @@ func Normalise(address, driver string) (string, error) {
 	return net.JoinHostPort(host, port), nil
 }
 
+// tells reports whether Normalise knows the port of an address that it took: the
+// address says it, or the driver's own is known. Any other driver may have one of
+// its own, whatever the scheme.
+func tells(address, driver string) bool {
+	_, port, err := split(address[len(scheme.FindString(address)):])
+	return err == nil && port != "" || driver == "ipmi" || driver == "redfish"
+}
+
+// web is what stands before the host of a web address as browsers read it, who do
+// not count slashes.
+var web = regexp.MustCompile(`^(?i:https?|wss?|ftp):[/\\]*`)
+
+// lenient finds the host that some driver, resolver or URL parser may take s for,
+// though Normalise refuses it: a URL with a path or a user, a name with a dot at
+// its end, an IPv4 address in an old form. ok is false where there is none.
+func lenient(s string) (host, port string, ok bool) {
+	prefix := scheme.FindString(s)
+	if special := web.FindString(s); len(special) > len(prefix) {
+		prefix = special
+	}
+	if prefix == "secret://" {
+		return "", "", false
+	}
+	s = s[len(prefix):]
+	if end := strings.IndexAny(s, "/?#"); end >= 0 {
+		s = s[:end]
+	}
+	s = s[strings.LastIndexByte(s, '@')+1:]
+	if plain, err := url.PathUnescape(s); err == nil {
+		s = plain
+	}
+	host, port, err := cut(s)
+	if err != nil {
+		return "", "", false
+	}
+	host = strings.TrimSuffix(host, ".")
+	if ip, old := oldIPv4(host); old {
+		return ip, port, true
+	}
+	host, err = parseHost(host)
+	return host, port, err == nil
+}
+
+// oldIPv4 reads the forms of inet_aton: one to four numbers, of which the last
+// fills what the others leave, each decimal, octal or hexadecimal.
+func oldIPv4(s string) (ip string, ok bool) {
+	parts := strings.Split(s, ".")
+	if len(parts) > 4 {
+		return "", false
+	}
+	var n uint32
+	for i, part := range parts {
+		bits := 8
+		if i == len(parts)-1 {
+			bits = 8 * (5 - len(parts))
+		}
+		v, err := strconv.ParseUint(part, 0, bits)
+		if err != nil {
+			return "", false
+		}
+		n = uint32(uint64(n)<<bits | v)
+	}
+	return netip.AddrFrom4([4]byte{byte(n >> 24), byte(n >> 16), byte(n >> 8), byte(n)}).String(), true
+}
+
 func defaultPort(driver, scheme string) string {
 	switch {
 	case driver == "ipmi":
@@ -58,6 +124,14 @@ func (e addressError) Error() string { return string(e) }
 // split takes host, host:port, [v6]:port, [v6] or a bare v6 apart. The port is
 // empty when there is none.
 func split(s string) (host, port string, err error) {
+	if host, port, err = cut(s); err == nil {
+		host, err = parseHost(host)
+	}
+	return host, port, err
+}
+
+// cut is split without a look at the host.
+func cut(s string) (host, port string, err error) {
 	host = s
 	switch {
 	case strings.HasPrefix(s, "["):
@@ -78,8 +152,7 @@ func split(s string) (host, port string, err error) {
 			return "", "", err
 		}
 	}
-	host, err = parseHost(host)
-	return host, port, err
+	return host, port, nil
 }
 
 func parsePort(s string) (string, error) {

@@ -8,8 +8,10 @@ import (
 	"errors"
 	"fmt"
 	"io/fs"
+	"net"
 	"os"
 	"path/filepath"
+	"slices"
 	"sort"
 	"strings"
 	"sync"
@@ -45,13 +47,19 @@ type Book struct {
 
 	mu       sync.Mutex
 	bindings map[string]binding
+	hosts    map[string][]string // addresses by host
+	shared   map[string]bool     // by address: more than its first use has relied on it
+}
+
+func empty(path string) *Book {
+	return &Book{path: path, bindings: map[string]binding{}, hosts: map[string][]string{}, shared: map[string]bool{}}
 }
 
 // Open reads the book at path; a missing file is an empty book. With path ""
 // the book lives in memory. A damaged file is an error, and the caller decides
 // whether to put it aside: an empty book trusts the next signed use again.
 func Open(path string) (*Book, error) {
-	b := &Book{path: path, bindings: map[string]binding{}}
+	b := empty(path)
 	if path == "" {
 		return b, nil
 	}
@@ -108,9 +116,43 @@ func (b *Book) parse(data []byte) error {
 		if _, twice := b.bindings[address]; twice || address != e.Address {
 			return fmt.Errorf("address %q stands twice or is not in its plain form", e.Address)
 		}
-		b.bindings[address] = e
+		b.keep(e)
 	}
 	return nil
+}
+
+// keep and drop change what is in memory; the caller holds mu, or is Open.
+func (b *Book) keep(e binding) {
+	host := hostOf(e.Address)
+	b.bindings[e.Address] = e
+	b.hosts[host] = append(b.hosts[host], e.Address)
+}
+
+func (b *Book) drop(address string) {
+	host := hostOf(address)
+	delete(b.bindings, address)
+	b.hosts[host] = slices.DeleteFunc(b.hosts[host], func(a string) bool { return a == address })
+	if len(b.hosts[host]) == 0 {
+		delete(b.hosts, host)
+	}
+}
+
+// hostOf is the host of an address in its plain form.
+func hostOf(address string) string {
+	host, _, _ := split(address)
+	return host
+}
+
+// at are the bindings of a host, of all its ports where port is empty; the caller
+// holds mu.
+func (b *Book) at(host, port string) []binding {
+	var list []binding
+	for _, address := range b.hosts[host] {
+		if port == "" || address == net.JoinHostPort(host, port) {
+			list = append(list, b.bindings[address])
+		}
+	}
+	return list
 }
 
 // Check says whether Bind would be refused, without learning anything.
@@ -121,16 +163,15 @@ func (b *Book) Check(addr, pin, credRef, driver string) error {
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	have, known := b.bindings[want.Address]
-	if !known {
-		return nil
-	}
-	return have.compare(want)
+	_, err = b.find(want, tells(addr, driver))
+	return err
 }
 
 // Bind ties the address to its credential reference, pin and driver. The first
 // use learns, and is on disk before Bind returns; learned says that it was this
-// one. Any later use that differs is refused with binding-mismatch.
+// one. Any later use that differs is refused with binding-mismatch. So is, for an
+// address without a port and a driver whose own port nobody knows here, another
+// credential than that of a known BMC on the same host.
 func (b *Book) Bind(addr, pin, credRef, driver string) (learned bool, err error) {
 	want, err := bindingOf(addr, pin, credRef, driver)
 	if err != nil {
@@ -138,21 +179,43 @@ func (b *Book) Bind(addr, pin, credRef, driver string) (learned bool, err error)
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	if have, known := b.bindings[want.Address]; known {
-		return false, have.compare(want)
-	}
-	if len(b.bindings) >= maxBindings {
+	known, err := b.find(want, tells(addr, driver))
+	switch {
+	case err != nil:
+		return false, err
+	case known:
+		b.shared[want.Address] = true
+		return false, nil
+	case len(b.bindings) >= maxBindings:
 		return false, errs.New(errs.NoSpace, "the address book holds %d BMCs already", maxBindings)
 	}
-	b.bindings[want.Address] = want
+	b.keep(want)
 	if err := b.save(); err != nil {
-		delete(b.bindings, want.Address)
+		b.drop(want.Address)
 		return false, err
 	}
 	return true, nil
 }
 
-// Forget takes back a binding whose first use never reached the BMC.
+// find looks for the binding of a use, and refuses one that differs; the caller
+// holds mu. Where the port is not told it may be that of any BMC of the host.
+func (b *Book) find(want binding, told bool) (known bool, err error) {
+	if have, known := b.bindings[want.Address]; known {
+		return true, have.compare(want)
+	}
+	if told {
+		return false, nil
+	}
+	for _, have := range b.at(hostOf(want.Address), "") {
+		if have.CredentialsRef != want.CredentialsRef {
+			return false, errs.New(errs.BindingMismatch, "%s is bound to another credential, and the address tells no port", have.Address)
+		}
+	}
+	return false, nil
+}
+
+// Forget takes back a binding whose first use never reached the BMC, unless
+// another use has relied on it meanwhile.
 func (b *Book) Forget(addr, driver string) error {
 	address, err := Normalise(addr, driver)
 	if err != nil {
@@ -161,13 +224,65 @@ func (b *Book) Forget(addr, driver string) error {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	have, known := b.bindings[address]
-	if !known {
+	if !known || b.shared[address] {
 		return nil
 	}
-	delete(b.bindings, address)
+	b.drop(address)
 	if err := b.save(); err != nil {
-		b.bindings[address] = have
+		b.keep(have)
 		return err
+	}
+	return nil
+}
+
+// NothingSent is true for codes by which a driver refuses before a credential
+// goes out. What such a use taught is taken back with Forget, so that a wrong
+// enrolment can be mended.
+func NothingSent(code errs.Code) bool {
+	switch code {
+	case errs.UnsupportedDriver, errs.UnsupportedOperation, errs.InvalidConfig, errs.InvalidArgs, errs.InvalidAddress,
+		errs.InvalidPayload, errs.PinUnsupported, errs.PinMismatch, errs.CredentialsUnavailable, errs.Unavailable:
+		return true
+	}
+	return false
+}
+
+// Guard refuses, as binding-mismatch, a credential or a key pin for an address of
+// a known BMC with another one. text is any that a driver may take for an address,
+// or for a list of some: a whole URL, and forms that Normalise refuses, too. Without
+// a port any port of that host counts. What is no address at all, such as a text
+// in which one stands, is nobody's.
+func (b *Book) Guard(text, pin, credRef string) error {
+	pin = strings.ToLower(pin)
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	for _, one := range strings.FieldsFunc(text, func(r rune) bool { return r == ',' || r == ';' }) {
+		one = strings.TrimSpace(one)
+		if err := b.guard(one, pin, credRef); err != nil {
+			return err
+		}
+		// Some parsers take a backslash for a slash, and some for a part of a name.
+		if slashed := strings.ReplaceAll(one, `\`, "/"); slashed != one {
+			if err := b.guard(slashed, pin, credRef); err != nil {
+				return err
+			}
+		}
+	}
+	return nil
+}
+
+func (b *Book) guard(addr, pin, credRef string) error {
+	host, port, ok := lenient(addr)
+	if !ok {
+		return nil
+	}
+	for _, have := range b.at(host, port) {
+		if have.CredentialsRef != credRef {
+			return errs.New(errs.BindingMismatch, "%s is bound to another credential", have.Address)
+		}
+		if have.Pin != pin {
+			return errs.New(errs.BindingMismatch, "%s is bound to another key pin", have.Address)
+		}
 	}
 	return nil
 }
@@ -182,13 +297,7 @@ func (b *Book) Has(addr string) bool {
 	}
 	b.mu.Lock()
 	defer b.mu.Unlock()
-	for address := range b.bindings {
-		h, p, err := split(address)
-		if err == nil && h == host && (port == "" || p == port) {
-			return true
-		}
-	}
-	return false
+	return len(b.at(host, port)) > 0
 }
 
 // Addresses are all known addresses as host:port, sorted.

@@ -134,6 +134,9 @@ func TestForget(t *testing.T) {
 	if err := b.Forget("10.0.0.5", "ipmi"); err != nil {
 		t.Fatal(err)
 	}
+	if b.Has("10.0.0.5") {
+		t.Error("Has() = true after Forget")
+	}
 	if learned, err := open(t, path).Bind("10.0.0.5", "", "secret://root/a", "ipmi"); !learned || err != nil {
 		t.Errorf("Bind() after Forget = %v, %v, want learned", learned, err)
 	}
@@ -203,13 +206,107 @@ func FuzzNormalise(f *testing.F) {
 	})
 }
 
+func FuzzGuard(f *testing.F) {
+	for _, s := range []string{"10.0.0.5", "https:\\\\u@bmc%2e:443/", "0x0a.5", "[::1]:623,x", "secret://t/own", "%", "@"} {
+		f.Add(s)
+	}
+	b := empty("")
+	if _, err := b.Bind("10.0.0.5", "", "secret://t/own", "ipmi"); err != nil {
+		f.Fatal(err)
+	}
+	f.Fuzz(func(t *testing.T, s string) {
+		if err := b.Guard(s, "", "secret://t/own"); err != nil {
+			t.Errorf("Guard(%q, its own) = %v", s, err)
+		}
+		if address, err := Normalise(s, "ipmi"); err == nil && address == "10.0.0.5:623" && b.Guard(s, "", "secret://t/other") == nil {
+			t.Errorf("Guard(%q) lets through what Normalise takes for %s", s, address)
+		}
+	})
+}
+
 func FuzzParse(f *testing.F) {
 	f.Add([]byte(`{"version":1,"bindings":[{"address":"10.0.0.5:623","driver":"ipmi","credentials_ref":"secret://r/a"}]}`))
 	f.Add([]byte(`{"version":1}`))
 	f.Fuzz(func(t *testing.T, data []byte) {
-		b := &Book{bindings: map[string]binding{}}
+		b := empty("")
 		if b.parse(data) == nil && len(b.Addresses()) > maxBindings {
 			t.Error("more bindings than allowed")
 		}
 	})
+}
+
+// TestGuard: an address of a known BMC is refused another credential and another
+// pin, however it is written.
+func TestGuard(t *testing.T) {
+	b := open(t, "")
+	for _, address := range []string{"10.0.0.5:623", "bmc.example:443", "[2001:db8::5]:443", "t:443"} {
+		if _, err := b.Bind(address, "AA11", "secret://t/own", "ipmi"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for addr, known := range map[string]bool{
+		"10.0.0.5": true, "10.0.0.5:623": true, "10.0.0.5:624": false, "https://10.0.0.5/redfish/v1": true, "https://u:p@10.0.0.5:623?x": true,
+		"10.0.0.5/x": true, "BMC.example": true, "http://bmc.example#x": true, "10.0.0.6": false, "": false, "not an address": false,
+		"bmc.example.": true, "https://bmc.example.:443/": true, "bmc.example.:444": false, "https://bmc%2Eexample/": true,
+		`https:\\10.0.0.5\x`: true, `https://10.9.9.9\@10.0.0.5/`: true, `https://10.0.0.5\@10.9.9.9/`: true, "https:/10.0.0.5": true, "HTTPS:10.0.0.5:623": true, "https:///10.0.0.5": true, " 10.0.0.5\n": true,
+		"10.9.9.9,10.0.0.5": true, "10.9.9.9; https://10.0.0.5/": true, "10.9.9.9,10.9.9.8": false, "ping 10.0.0.5\n": false,
+		"0x0a000005": true, "0xa.5": true, "10.5": true, "012.0.0.05:623": true, "167772165": true, "167772166": false, "10.0.0.261": false, "1.2.3.4.5": false,
+		"::ffff:10.0.0.5": true, "[2001:DB8:0::5]": true, "https://[2001:db8::5]:443/x": true, "2001:db8::6": false,
+		"secret://t/own": false, "secret://t/other": false, "t": true,
+	} {
+		if err := b.Guard(addr, "aa11", "secret://t/own"); err != nil {
+			t.Errorf("Guard(%q, its own) = %v, want nil", addr, err)
+		}
+		for _, tt := range []struct{ pin, credential string }{{"aa11", "secret://t/other"}, {"bb22", "secret://t/own"}, {"", "secret://t/own"}} {
+			if err := b.Guard(addr, tt.pin, tt.credential); (errs.CodeOf(err) == errs.BindingMismatch) != known {
+				t.Errorf("Guard(%q, %q, %q) = %v, want refused %t", addr, tt.pin, tt.credential, err, known)
+			}
+		}
+	}
+}
+
+// TestPortThatNobodyTells: a driver whose own port is unknown may mean the port of
+// another BMC on the host, so that one's credential is the only one for it.
+func TestPortThatNobodyTells(t *testing.T) {
+	const own, other = "secret://root/a", "secret://root/b"
+	for _, tt := range []struct {
+		addr, credRef, driver string
+		want                  errs.Code
+	}{
+		{"10.0.0.5", other, "acme", errs.BindingMismatch},
+		{"https://10.0.0.5", other, "acme", errs.BindingMismatch},
+		{"10.0.0.5", own, "acme", ""},
+		{"10.0.0.5:443", other, "acme", ""},
+		{"10.0.0.5", other, "redfish", ""},
+		{"10.0.0.5", other, "ipmi", errs.BindingMismatch},
+		{"10.0.0.6", other, "acme", ""},
+	} {
+		b := open(t, "")
+		if _, err := b.Bind("10.0.0.5:623", "", own, "ipmi"); err != nil {
+			t.Fatal(err)
+		}
+		if err := b.Check(tt.addr, "", tt.credRef, tt.driver); errs.CodeOf(err) != tt.want {
+			t.Errorf("Check(%q, %q, %q) = %v, want code %q", tt.addr, tt.credRef, tt.driver, err, tt.want)
+		}
+		if _, err := b.Bind(tt.addr, "", tt.credRef, tt.driver); errs.CodeOf(err) != tt.want {
+			t.Errorf("Bind(%q, %q, %q) = %v, want code %q", tt.addr, tt.credRef, tt.driver, err, tt.want)
+		}
+	}
+}
+
+// TestForgetKeepsWhatAnotherUseReliedOn: a first use that sent nothing takes
+// nothing away from one that came beside it, and did.
+func TestForgetKeepsWhatAnotherUseReliedOn(t *testing.T) {
+	b := open(t, "")
+	for i, learned := range []bool{true, false} {
+		if got, err := b.Bind("10.0.0.5", "", "secret://root/a", "ipmi"); got != learned || err != nil {
+			t.Fatalf("Bind() %d = %v, %v, want learned %v", i, got, err, learned)
+		}
+	}
+	if err := b.Forget("10.0.0.5", "ipmi"); err != nil {
+		t.Fatal(err)
+	}
+	if err := b.Check("10.0.0.5", "", "secret://root/b", "ipmi"); errs.CodeOf(err) != errs.BindingMismatch {
+		t.Errorf("Check() of another credential = %v, want binding-mismatch", err)
+	}
 }

@@ -31,6 +31,7 @@ var kinds = map[string][]string{
 	},
 	"bmc.boot":  {"management.setBootDevice", "management.setSecureBoot"},
 	"bmc.power": {"power.setPower", "management.resetBmc"},
+	"bmc.media": {"virtual-media.insert", "virtual-media.eject"},
 }
 
 // Kinds are the command kinds that the relay takes, sorted.

@@ -8,6 +8,7 @@ import (
 	"log/slog"
 	"strings"
 	"time"
+	"unicode/utf8"
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/appliance/base/secret"
@@ -113,7 +114,7 @@ func (r *Relay) Do(ctx context.Context, req Request) (*bmcv1.BmcOperationResult,
 	result, err := run(ctx, req, checked.Key, login)
 	if err != nil {
 		failure := failed(ctx, err)
-		if learned && nothingSent(failure.Code) {
+		if learned && addressbook.NothingSent(failure.Code) {
 			if err := r.book.Forget(op.GetAddress(), op.GetDriver()); err != nil {
 				r.log.Warn("BMC's binding stays though nothing was sent", "address", checked.Key, "error", err)
 			}
@@ -185,7 +186,8 @@ func (r *Relay) invoke(ctx context.Context, req Request, _ string, login map[str
 	if err != nil {
 		return nil, err
 	}
-	if !json.Valid(result) {
+	// What is not UTF-8 could not travel home.
+	if !json.Valid(result) || !utf8.Valid(result) {
 		return nil, errs.New(errs.BmcError, "driver %s answered what is not JSON", op.GetDriver())
 	}
 	return result, nil
@@ -254,16 +256,4 @@ func failed(ctx context.Context, err error) *errs.Error {
 		return errs.From(ctx.Err())
 	}
 	return failure
-}
-
-// nothingSent is true for codes by which a driver refuses before the credential
-// goes out. What such a use taught is taken back, so that a wrong enrolment can
-// be mended.
-func nothingSent(code errs.Code) bool {
-	switch code {
-	case errs.UnsupportedDriver, errs.UnsupportedOperation, errs.InvalidConfig, errs.InvalidArgs, errs.InvalidAddress,
-		errs.InvalidPayload, errs.PinUnsupported, errs.PinMismatch, errs.CredentialsUnavailable, errs.Unavailable:
-		return true
-	}
-	return false
 }

@@ -58,6 +58,9 @@ func TestCheck(t *testing.T) {
 		{"reset of the BMC", "bmc.power", func(o *request) { o.Operation = "management.resetBmc" }, down, ""},
 		{"redfish", "bmc.query", func(o *request) { o.Driver, o.Address = "redfish", "https://BMC.example" }, Operation{Key: "bmc.example:443", RetrySafe: true}, ""},
 
+		{"insert", "bmc.media", func(o *request) { o.Operation, o.ArgsJson = "virtual-media.insert", `["http://10.0.0.1/x.iso"]` }, query, ""},
+		{"eject", "bmc.media", func(o *request) { o.Operation = "virtual-media.eject" }, query, ""},
+		{"power through media", "bmc.media", power(`["off"]`), Operation{}, errs.OperationNotAllowed},
 		{"unknown kind", "bmc.firmware", nil, Operation{}, errs.UnknownKind},
 		{"power through a query", "bmc.query", power(`["off"]`), Operation{}, errs.OperationNotAllowed},
 		{"query through power", "bmc.power", nil, Operation{}, errs.OperationNotAllowed},
@@ -196,6 +199,7 @@ func TestDoErrors(t *testing.T) {
 		{"wrapped", &plugins{err: fmt.Errorf("invoke: %w", errs.Retry(errs.BmcError, "no answer"))}, nil, errs.BmcError, true, true},
 		{"plugin restarts", &plugins{err: errs.Retry(errs.Unavailable, "restarting")}, nil, errs.Unavailable, true, false},
 		{"no JSON", &plugins{result: "Chassis Power is on"}, nil, errs.BmcError, false, true},
+		{"no UTF-8", &plugins{result: "\"\xff\""}, nil, errs.BmcError, false, true},
 		{"nothing", &plugins{}, nil, errs.BmcError, false, true},
 		{"no code", &plugins{err: errors.New("broken")}, nil, errs.Internal, false, true},
 		{"late", &plugins{wait: true}, func(r *Request) { r.Deadline = time.Now().Add(20 * time.Millisecond) }, errs.Timeout, true, true},

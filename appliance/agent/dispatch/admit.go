@@ -47,15 +47,12 @@ func admit(s standing, kinds map[string]Kind, p *agentv1.CommandPayload) (Kind, 
 	case time.UnixMilli(p.GetIssuedAtMs()).After(s.now.Add(skew)), notAfter.After(s.now.Add(envelope.MaxLife + skew)):
 		return fail(errs.InvalidPayload, "the command is dated ahead: issued_at %s; it is %s", stamp(time.UnixMilli(p.GetIssuedAtMs())), stamp(s.now))
 	}
-	op, err := kind.Decode(p.GetArgs())
+	op, err := kind.decode(p)
 	if err != nil {
 		return Kind{}, Operation{}, err
 	}
-	if op.Key == "" {
-		op.Key = kind.Name
-	}
 	switch {
-	case op.Destructive && s.quorum:
+	case op.Counts && s.quorum:
 		return fail(errs.QuorumRequired, "%s needs people's grants under this trust bundle, which this version cannot count yet", op.Name)
 	case op.Destructive && s.role == agentv1.Role_ROLE_SITE && !s.durable:
 		return fail(errs.OperationNotAllowed, "%s is refused while this box has no journal on disk", op.Name)
@@ -63,6 +60,21 @@ func admit(s standing, kinds map[string]Kind, p *agentv1.CommandPayload) (Kind, 
 		return fail(errs.NoSpace, "%s is refused while there is no room for its audit event", op.Name)
 	}
 	return kind, op, nil
+}
+
+// decode is what a payload asks for.
+func (k Kind) decode(p *agentv1.CommandPayload) (Operation, error) {
+	op, err := k.Decode(p.GetArgs())
+	if err == nil && k.Check != nil {
+		op, err = k.Check(p, op)
+	}
+	if err != nil {
+		return Operation{}, err
+	}
+	if op.Key == "" {
+		op.Key = k.Name
+	}
+	return op, nil
 }
 
 func stamp(t time.Time) string { return t.UTC().Format(time.RFC3339) }

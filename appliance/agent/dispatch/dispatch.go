@@ -150,8 +150,8 @@ func (d *Dispatcher) restore(e journal.Entry) {
 		var known bool
 		if t.kind, known = d.kinds[t.payload.GetKind()]; !known {
 			err = errs.New(errs.UnknownKind, "this agent does not serve %q any more", t.payload.GetKind())
-		} else if t.op, err = t.kind.Decode(t.payload.GetArgs()); err == nil && t.op.Key == "" {
-			t.op.Key = t.kind.Name
+		} else {
+			t.op, err = t.kind.decode(t.payload)
 		}
 	}
 	if err != nil {

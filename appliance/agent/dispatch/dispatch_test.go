@@ -25,7 +25,7 @@ import (
 )
 
 // bench is one dispatcher under test. Its kinds decode args as
-// "key flags…", where flags are d (destructive) and r (retry-safe).
+// "key flags…", where flags are d (destructive), c (counts for quorum) and r (retry-safe).
 type bench struct {
 	*dispatch.Dispatcher
 	t         *testing.T
@@ -54,7 +54,7 @@ func decode(args []byte) (dispatch.Operation, error) {
 		return dispatch.Operation{}, errs.New(errs.OperationNotAllowed, "bad args")
 	}
 	return dispatch.Operation{
-		Name: "test.do", Key: key, Destructive: strings.Contains(flags, "d"), RetrySafe: strings.Contains(flags, "r"), Value: string(args),
+		Name: "test.do", Key: key, Destructive: strings.Contains(flags, "d"), Counts: strings.Contains(flags, "c"), RetrySafe: strings.Contains(flags, "r"), Value: string(args),
 	}, nil
 }
 
@@ -203,7 +203,9 @@ func TestAdmission(t *testing.T) {
 			p.IssuedAtMs, p.NotAfterMs = p.IssuedAtMs+600_000, p.NotAfterMs+600_000
 		}, want: "invalid-payload"},
 		"bad args":                     {change: args("bad"), want: "operation-not-allowed"},
-		"destructive, quorum in force": {change: args("k d"), options: []option{quorum(authority, t)}, want: "quorum-required"},
+		"counts, quorum in force":      {change: args("k dc"), options: []option{quorum(authority, t)}, want: "quorum-required"},
+		"counts, no quorum in force":   {change: args("k dc"), want: "ok done"},
+		"destructive, quorum in force": {change: args("k d"), options: []option{quorum(authority, t)}, want: "ok done"},
 		"harmless, quorum in force":    {options: []option{quorum(authority, t)}, want: "ok done"},
 		"destructive, no room for audit": {change: args("k d"), options: []option{func(c *dispatch.Config) {
 			c.AuditFull = func() bool { return true }
@@ -454,6 +456,11 @@ func TestErrors(t *testing.T) {
 		"retryable":   {errs.Retry(errs.Unreachable, "no answer"), "unreachable (retryable)", "unreachable"},
 		"wrapped":     {fmt.Errorf("do: %w", errs.Retry(errs.BmcError, "busy")), "bmc-error (retryable)", "bmc-error"},
 		"unavailable": {errs.Retry(errs.Unavailable, "plugin restarts"), "unavailable (retryable)", "unavailable (retryable)"},
+		// Of a command that has begun nobody may say by a code that it did not: such
+		// a one is sent again, whatever it is.
+		"a driver's expired":           {errs.New(errs.Expired, "the login is"), "driver-error", "driver-error"},
+		"a driver's lane-full":         {errs.Retry(errs.LaneFull, "its own lane"), "driver-error (retryable)", "driver-error"},
+		"a driver's wrong-incarnation": {fmt.Errorf("do: %w", errs.New(errs.WrongIncarnation, "x")), "driver-error", "driver-error"},
 	} {
 		t.Run(name, func(t *testing.T) {
 			synctest.Test(t, func(t *testing.T) {
@@ -742,4 +749,52 @@ func TestRestoredWaitForTheTime(t *testing.T) {
 			b.want("cmd_wait", want)
 		})
 	}
+}
+
+// TestCheck: args that do not fit the signed payload are refused before anything
+// is kept, and what Check chooses as key is the queue, in the next process too.
+func TestCheck(t *testing.T) {
+	authority := agenttest.NewAuthority(t)
+	path := filepath.Join(t.TempDir(), "journal")
+	synctest.Test(t, func(t *testing.T) {
+		g := &gate{release: make(chan struct{})}
+		checked := func(run func(context.Context, dispatch.Call) ([]byte, error)) dispatch.Kind {
+			k := kind(run)
+			k.Recover = func(context.Context, dispatch.Call) dispatch.Verdict { return dispatch.Rerun() }
+			k.Check = func(p *agentv1.CommandPayload, op dispatch.Operation) (dispatch.Operation, error) {
+				if p.GetTargetNodeId() == "" {
+					return op, errs.New(errs.InvalidPayload, "no target")
+				}
+				op.Key = p.GetTargetNodeId()
+				return op, nil
+			}
+			return k
+		}
+		b := start(t, authority, path, checked(g.run))
+		b.offer("cmd_none", "k r")
+		b.want("cmd_none", "invalid-payload")
+		if _, known := b.journal.Get("cmd_none"); known {
+			t.Error("a refused command is in the journal")
+		}
+		for id, target := range map[string]string{"cmd_1": "node_1", "cmd_2": "node_2"} {
+			p := b.payload(id, "same r")
+			p.TargetNodeId = target
+			b.Offer(b.authority.Seal(t, p))
+		}
+		synctest.Wait()
+		if g.now != 2 {
+			t.Errorf("running = %d, want 2: the key is the target", g.now)
+		}
+		b.stop()
+		g = &gate{release: make(chan struct{})}
+		b = start(t, authority, path, checked(g.run))
+		defer b.stop()
+		synctest.Wait()
+		if g.now != 2 {
+			t.Errorf("running after the restart = %d, want 2", g.now)
+		}
+		close(g.release)
+		b.want("cmd_1", "ok done")
+		b.want("cmd_2", "ok done")
+	})
 }

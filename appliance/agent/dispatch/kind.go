@@ -19,8 +19,12 @@ type Kind struct {
 	Roles []agentv1.Role
 	// Decode reads args strictly and says what they ask for. It has no effects.
 	Decode func(args []byte) (Operation, error)
+	// Check judges args against the rest of the signed payload, before the command
+	// is taken, and may choose another key; nil: they have nothing in common.
+	Check func(p *agentv1.CommandPayload, op Operation) (Operation, error)
 	// Run does it. It returns the encoded result, and heeds ctx until the point
-	// of no return. An error's code and flag come from errs.From.
+	// of no return. An error's code and flag come from errs.From; a code that says
+	// that nothing ran becomes driver-error.
 	Run func(ctx context.Context, c Call) ([]byte, error)
 	// Recover finds out, after a restart, what became of a command that was
 	// started. Nil: interrupted.
@@ -34,9 +38,11 @@ type Operation struct {
 	// Key names the target: one command per key runs at a time, first in, first
 	// out. Empty: the kind's name.
 	Key string
-	// Destructive work needs a durable journal on a box, and people's grants
-	// where quorum is in force.
+	// Destructive work needs a durable journal on a box, room for its audit event,
+	// and leaves one.
 	Destructive bool
+	// Counts says that the work needs people's grants where quorum is in force.
+	Counts bool
 	// RetrySafe work may run twice without harm.
 	RetrySafe bool
 	// Value is Decode's own, for Run and Recover.
@@ -79,3 +85,14 @@ func Rerun() Verdict { return Verdict{outcome: rerun} }
 
 // Interrupted says that nobody can tell.
 func Interrupted() Verdict { return Verdict{} }
+
+// String names the verdict.
+func (v Verdict) String() string {
+	switch v.outcome {
+	case done:
+		return "done"
+	case rerun:
+		return "rerun"
+	}
+	return "interrupted"
+}

@@ -153,6 +153,7 @@ func (d *Dispatcher) handle(t *task) {
 	runCtx, stop := context.WithDeadline(ctx, deadline)
 	defer stop()
 	result, err := guard(func() ([]byte, error) { return t.kind.Run(runCtx, call) })
+	err = begun(err)
 	switch {
 	case err == nil:
 	case context.Cause(ctx) == errCancelled:
@@ -164,6 +165,18 @@ func (d *Dispatcher) handle(t *task) {
 		err = errs.Retry(errs.Timeout, "not_after passed while the command ran: %v", err)
 	}
 	d.end(t, result, err)
+}
+
+// begun keeps the codes by which a gateway knows that nothing ran for commands
+// that did not: a driver may choose any code, and one that has begun to work
+// must not be asked again because of its choice.
+func begun(err error) error {
+	switch errs.CodeOf(err) {
+	case errs.WrongIncarnation, errs.LaneFull, errs.Expired:
+		e := errs.From(err)
+		return &errs.Error{Code: errs.DriverError, Message: string(e.Code) + ": " + e.Message, Retryable: e.Retryable}
+	}
+	return err
 }
 
 // lookBack asks the kind what became of a started command.
