@@ -15,6 +15,7 @@ import (
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
 	"github.com/better-compute/site-appliance/appliance/gateway"
 	"github.com/better-compute/site-appliance/appliance/gateway/gatewaytest"
+	"github.com/better-compute/site-appliance/appliance/gateway/metal"
 	"github.com/better-compute/site-appliance/appliance/gateway/store"
 )
 
@@ -35,7 +36,11 @@ func TestMain(m *testing.M) {
 
 // child serves, submits two commands as soon as the agent is there, and says so.
 func child(dir, address, agentID string) error {
-	g, err := gateway.New(dir, gateway.Options{Log: slog.New(slog.NewTextHandler(os.Stderr, nil))})
+	hardware, err := metal.Module(metal.Options{})
+	if err != nil {
+		return err
+	}
+	g, err := gateway.New(dir, gateway.Options{Modules: []gateway.Module{hardware}, Log: slog.New(slog.NewTextHandler(os.Stderr, nil))})
 	if err != nil {
 		return err
 	}

@@ -26,9 +26,12 @@ import (
 	"github.com/better-compute/site-appliance/appliance/gateway/commands"
 	"github.com/better-compute/site-appliance/appliance/gateway/enrol"
 	"github.com/better-compute/site-appliance/appliance/gateway/keys"
+	"github.com/better-compute/site-appliance/appliance/gateway/module"
+	"github.com/better-compute/site-appliance/appliance/gateway/nodespec"
 	"github.com/better-compute/site-appliance/appliance/gateway/secretstore"
 	"github.com/better-compute/site-appliance/appliance/gateway/sessions"
 	"github.com/better-compute/site-appliance/appliance/gateway/store"
+	"github.com/better-compute/site-appliance/plugins/driver"
 )
 
 // DefaultListen keeps a gateway to its own machine until a person says otherwise.
@@ -57,7 +60,15 @@ type Options struct {
 	Log    *slog.Logger
 	Now    func() time.Time // nil: time.Now
 	Timing sessions.Timing  // zero: sessions.DefaultTiming
+	// Modules are what the gateway is made of: it sends no command kind, and knows
+	// no driver, step or profile, that none of them brings.
+	Modules []Module
+	// Drivers are registered beside the modules'.
+	Drivers []*driver.Definition
 }
+
+// Module is what one part of a control plane brings.
+type Module = module.Module
 
 // Gateway is one gateway's parts. Between New and Serve more handlers and hooks may be added.
 type Gateway struct {
@@ -69,7 +80,11 @@ type Gateway struct {
 	Enrol     *enrol.Service
 	Secrets   *secretstore.Service
 	Artifacts *artifacts.Service
-	Log       *slog.Logger
+	Nodes     *nodespec.Service
+	Modules   *module.Set
+	// Drivers are the modules', and those that are registered before Serve.
+	Drivers *driver.Registry
+	Log     *slog.Logger
 
 	listen string
 	mux    *http.ServeMux
@@ -95,6 +110,15 @@ func New(dir string, o Options) (*Gateway, error) {
 }
 
 func (g *Gateway) open(o Options) (err error) {
+	if g.Modules, err = module.Join(o.Modules...); err != nil {
+		return err
+	}
+	g.Drivers = g.Modules.Registry()
+	for _, d := range o.Drivers {
+		if err := g.Drivers.Register(d); err != nil {
+			return err
+		}
+	}
 	if g.Keys, err = keys.Load(g.Dir, o.Now()); err != nil {
 		return err
 	}
@@ -104,7 +128,7 @@ func (g *Gateway) open(o Options) (err error) {
 	if g.Store, err = store.Open(filepath.Join(g.Dir, "gateway.db"), o.Now); err != nil {
 		return err
 	}
-	g.Commands = commands.New(g.Store, g.Keys.Command, g.Log.With("part", "commands"))
+	g.Commands = commands.New(g.Store, g.Keys.Command, g.Modules, g.Log.With("part", "commands"))
 	g.Sessions = sessions.New(g.Store, g.Commands, g.Keys, g.Keys.Current.Version(), o.Timing, g.Log.With("part", "sessions"))
 	g.Enrol = enrol.New(g.Store, g.Keys, g.Log.With("part", "enrol"))
 	g.Enrol.OnSuperseded = func(ctx context.Context, agentID string) {
@@ -129,9 +153,13 @@ func (g *Gateway) open(o Options) (err error) {
 	path, h = agentv1connect.NewArtifactServiceHandler(g.Artifacts, connect.WithReadMaxBytes(callBytes))
 	add(h, path)
 	add(g.Artifacts, artifacts.Path)
+	g.Nodes = nodespec.New(g.Store)
+	path, h = agentv1connect.NewNodeServiceHandler(g.Nodes, connect.WithReadMaxBytes(callBytes))
+	add(h, path)
 	for _, p := range []string{
 		"/" + agentv1connect.EnrolmentServiceName + "/", "/" + agentv1connect.SessionServiceName + "/",
 		"/" + agentv1connect.SecretServiceName + "/", "/" + agentv1connect.ArtifactServiceName + "/", artifacts.Path,
+		"/" + agentv1connect.NodeServiceName + "/",
 	} {
 		g.mux.Handle(p, g.Enrol.Authenticate(agents))
 	}

@@ -588,6 +588,8 @@ func TestSubmitIsIdempotent(t *testing.T) {
 	}{
 		"unknown agent": {func(s *commands.Spec) { s.AgentID = "ag_none" }, errs.NotEnrolled},
 		"unknown kind":  {func(s *commands.Spec) { s.Kind = "bmc.dance" }, errs.UnknownKind},
+		"another lane":  {func(s *commands.Spec) { s.Lane = "query" }, errs.InvalidPayload},
+		"another role":  {func(s *commands.Spec) { s.Kind, s.Lane = "image.stream", "" }, errs.RoleMismatch},
 		"a literal":     {func(s *commands.Spec) { s.SecretRefs = []string{"hunter2"} }, errs.InvalidPayload},
 		"over a day":    {func(s *commands.Spec) { s.Timeout = 25 * time.Hour }, errs.InvalidPayload},
 		"odd id":        {func(s *commands.Spec) { s.ID = "../../x" }, errs.InvalidPayload},

@@ -1,13 +1,16 @@
 // Package node is the role of a deployed machine: it joins with the string that
-// its seed holds, and keeps the line home.
+// its seed holds, keeps the line home, hosts driver plugins, and runs instances.
 package node
 
 import (
+	"cmp"
 	"context"
+	"encoding/json"
 	"errors"
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"math/rand/v2"
 	"net"
 	"os"
 	"path/filepath"
@@ -17,7 +20,12 @@ import (
 	"github.com/better-compute/site-appliance/appliance/agent"
 	"github.com/better-compute/site-appliance/appliance/agent/trust"
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
+	"github.com/better-compute/site-appliance/appliance/base/backoff"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
+	"github.com/better-compute/site-appliance/appliance/hosting"
+	"github.com/better-compute/site-appliance/appliance/invoke"
+	"github.com/better-compute/site-appliance/appliance/node/instances"
+	"github.com/better-compute/site-appliance/appliance/node/process"
 	"github.com/better-compute/site-appliance/appliance/site/config"
 )
 
@@ -29,6 +37,11 @@ type Config struct {
 	StateDir string
 	// Sys is "/sys" when empty.
 	Sys string
+	// Shim is the argv prefix of the plugin shim, Gate that of the gate in front
+	// of processes; nil: bcd's own words for them.
+	Shim, Gate []string
+	// Every is how often runtimes are looked at without a reason; 0: as instances has it.
+	Every time.Duration
 
 	Version string
 	Build   time.Time
@@ -40,23 +53,38 @@ type Config struct {
 // maxJoin bounds the join file.
 const maxJoin = 64 << 10
 
-// Run joins if need be, and serves until ctx ends. No command kind of a node is
-// served yet: the agent refuses each by name.
+// How bcd is called to become a plugin, and the gate of an instance.
+const (
+	ShimWord = "bcx-shim"
+	GateWord = "instance-gate"
+)
+
+// processRuntime is the id of the runtime that every node has.
+const processRuntime = "process"
+
+// Run joins if need be, and serves until ctx ends. Instances outlive it.
 func Run(ctx context.Context, c Config) error {
 	if c.Sys == "" {
 		c.Sys = "/sys"
+	}
+	if c.Shim == nil {
+		c.Shim = []string{"/proc/self/exe", ShimWord}
+	}
+	if c.Gate == nil {
+		c.Gate = []string{"/proc/self/exe", GateWord}
 	}
 	cfg, err := config.LoadNode(c.ConfigFile)
 	if err != nil {
 		return err
 	}
-	if cfg.Plugins.Dir != "" {
-		return errs.New(errs.InvalidConfig, "%s: plugins.dir is set, but this version hosts no plugins on a node", c.ConfigFile)
-	}
 	if v := cfg.Gateway.Via; v != "" {
 		if host, port, err := net.SplitHostPort(v); err != nil || host == "" || port == "" {
 			return errs.New(errs.InvalidConfig, "%s: gateway.via = %q: want host:port", c.ConfigFile, v)
 		}
+	}
+	runtimes, err := runtimeConfigs(cfg)
+	if err != nil {
+		return errs.New(errs.InvalidConfig, "%s: %v", c.ConfigFile, err)
 	}
 	if c.StateDir == "" {
 		return errs.New(errs.InvalidConfig, "a node needs a state folder")
@@ -65,9 +93,36 @@ func Run(ctx context.Context, c Config) error {
 	if err != nil {
 		return err
 	}
-	a, err := agent.New(agent.Config{
+	plugins, err := hosting.Start(ctx, cfg.Plugins, hosting.Options{Shim: c.Shim, Log: c.Log.With("part", "plugins")})
+	if err != nil {
+		return err
+	}
+	defer plugins.Close()
+	processes, err := process.Open(process.Options{
+		Dir: filepath.Join(c.StateDir, "processes"), Cgroup: cgroupOf(cfg.Instances), Gate: c.Gate, Log: c.Log.With("part", "processes"),
+	})
+	if err != nil {
+		return err
+	}
+	defer processes.Close()
+
+	all := instances.Hosted(plugins, []string{processRuntime}, runtimes, c.Log.With("part", "instances"))
+	all[processRuntime] = processes
+	var a *agent.Agent
+	converger, err := instances.Open(instances.Config{
+		File: filepath.Join(c.StateDir, "instances.json"), Runtimes: all, Every: c.Every,
+		Backoff: backoff.Policy{Min: time.Second, Max: time.Minute, Rand: func() float64 { return 0.5 + rand.Float64()/2 }},
+		Log:     c.Log.With("part", "instances"),
+		Emit:    func(name, class, key string, body any) error { return a.Emit(name, class, key, body) },
+	})
+	if err != nil {
+		return err
+	}
+	a, err = agent.New(agent.Config{
 		Role: agentv1.Role_ROLE_NODE, StateDir: c.StateDir, Join: join, Via: cfg.Gateway.Via, Dial: c.Dial,
 		Version: c.Version, Build: c.Build, ProductUUID: productUUID(c.Sys), MACs: macs(c.Sys), Log: c.Log,
+		Drivers: hosting.Advertised(plugins), Capabilities: converger.Capabilities(),
+		Kinds: append(converger.Kinds(), invoke.New(invoke.Options{Host: plugins, Log: c.Log.With("part", "invoke")})),
 	})
 	if err != nil {
 		return fmt.Errorf("start the agent: %w", err)
@@ -76,8 +131,51 @@ func Run(ctx context.Context, c Config) error {
 		// The agent would try for ever with nothing in its hands.
 		return errs.New(errs.NotEnrolled, "%s: the node has no identity yet, and join_file %q is not there", c.ConfigFile, cfg.JoinFile)
 	}
-	c.Log.Info("node agent starts", "agent", a.AgentID(), "site", a.SiteID(), "machine", a.MachineID(), "via", cfg.Gateway.Via)
-	return a.Run(ctx)
+	c.Log.Info("node agent starts", "agent", a.AgentID(), "site", a.SiteID(), "machine", a.MachineID(), "via", cfg.Gateway.Via, "capabilities", converger.Capabilities())
+	// What is wanted runs whether or not the line is up. The agent ends last: it
+	// keeps what the converger has to tell.
+	line, hangUp := context.WithCancel(context.WithoutCancel(ctx))
+	defer hangUp()
+	ended := make(chan error, 1)
+	go func() { ended <- a.Run(line) }()
+	work, stop := context.WithCancel(ctx)
+	defer stop()
+	converged := make(chan error, 1)
+	go func() { converged <- converger.Run(work) }()
+	select {
+	case err = <-ended:
+		stop()
+		<-converged
+	case <-ctx.Done():
+		<-converged
+		hangUp()
+		err = <-ended
+	}
+	return err
+}
+
+// runtimeConfigs are the tables of [runtimes] as the JSON that drivers take.
+func runtimeConfigs(cfg *config.Node) (map[string]json.RawMessage, error) {
+	out := map[string]json.RawMessage{}
+	for id, table := range cfg.Runtimes {
+		if id == processRuntime {
+			return nil, fmt.Errorf("runtimes.%s: this runtime takes no configuration", id)
+		}
+		data, err := json.Marshal(table)
+		if err != nil {
+			return nil, fmt.Errorf("runtimes.%s: %w", id, err)
+		}
+		out[id] = data
+	}
+	return out, nil
+}
+
+// cgroupOf is the folder of the processes' cgroups; empty: none.
+func cgroupOf(i config.Instances) string {
+	if i.Cgroup == "off" {
+		return ""
+	}
+	return cmp.Or(i.Cgroup, process.DefaultCgroup())
 }
 
 // readJoin gives nil without an error when there is no file: an enrolled node

@@ -3,19 +3,89 @@ package node
 import (
 	"bytes"
 	"context"
+	"encoding/json"
 	"fmt"
 	"io/fs"
 	"log/slog"
+	"maps"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"time"
+
+	"google.golang.org/protobuf/proto"
 
 	"github.com/better-compute/site-appliance/appliance/agent/agenttest"
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
+	"github.com/better-compute/site-appliance/appliance/node/process"
+	"github.com/better-compute/site-appliance/plugins/bcx"
+	"github.com/better-compute/site-appliance/plugins/driver"
+	"github.com/better-compute/site-appliance/plugins/host/hosttest"
+	"github.com/better-compute/site-appliance/plugins/instance"
+	"github.com/better-compute/site-appliance/plugins/sdk"
 )
+
+func TestMain(m *testing.M) {
+	hosttest.Shim()
+	if len(os.Args) > 1 && os.Args[1] == GateWord {
+		os.Exit(process.GateMain(os.Args[2:]))
+	}
+	if os.Getenv(bcx.CookieVariable) != "" {
+		os.Exit(servePlugin())
+	}
+	if len(os.Args) > 1 && os.Args[1] == "instance" {
+		time.Sleep(time.Hour)
+	}
+	os.Exit(m.Run())
+}
+
+// toy is a runtime that keeps its instances in memory.
+type toy struct {
+	mu   sync.Mutex
+	have map[string]instance.Status
+}
+
+func (r *toy) List(*driver.Context) ([]instance.Status, error) {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return slices.Collect(maps.Values(r.have)), nil
+}
+
+func (r *toy) Apply(_ *driver.Context, s instance.Spec) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	r.have[s.ID] = instance.Status{ID: s.ID, State: instance.Running, Generation: s.Generation, Message: string(s.Config)}
+	return nil
+}
+
+func (r *toy) Remove(_ *driver.Context, id string) error {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	delete(r.have, id)
+	return nil
+}
+
+// servePlugin serves two runtimes, one of which takes a built-in runtime's id.
+func servePlugin() int {
+	r := &toy{have: map[string]instance.Status{}}
+	var all []*driver.Definition
+	for _, id := range []string{"toy", processRuntime} {
+		d, err := driver.Define(driver.Spec[struct{}]{
+			ID: id, Version: "1.2.3", RunsOn: "node", RetrySafe: instance.RetrySafe(),
+			Parse: func(json.RawMessage) (struct{}, error) { return struct{}{}, nil },
+		}, driver.Implement(instance.RuntimeKind(), func(struct{}, *driver.Context) (instance.Runtime, error) { return r, nil }))
+		if err != nil {
+			fmt.Fprintln(os.Stderr, err)
+			return 1
+		}
+		all = append(all, d)
+	}
+	return sdk.Main(sdk.Options{PluginVersion: "test"}, all...)
+}
 
 func write(t *testing.T, path, text string, mode fs.FileMode) {
 	t.Helper()
@@ -71,10 +141,20 @@ func TestJoinsAndComesBackWithoutTheJoinFile(t *testing.T) {
 	if role := s.Hello.GetRole(); role != agentv1.Role_ROLE_NODE {
 		t.Errorf("role = %v, want a node", role)
 	}
-	// Nothing that a node could be asked for is built: it says so by name.
-	s.Command(&agentv1.CommandPayload{CommandId: "cmd_1", Kind: "instance.apply", Lane: "provision"})
-	if got := s.Result("cmd_1").GetError().GetCode(); got != string(errs.UnknownKind) {
-		t.Errorf("instance.apply = %q, want %q", got, errs.UnknownKind)
+	if got := s.Hello.GetCapabilities(); !slices.Equal(got, []string{"instance.process"}) {
+		t.Errorf("capabilities = %v, want the built-in runtime's", got)
+	}
+	for id, tt := range map[string]struct {
+		kind string
+		want errs.Code
+	}{
+		"cmd_1": {"instance.apply", errs.InvalidArgs}, "cmd_2": {"instance.snapshot", errs.UnsupportedOperation},
+		"cmd_3": {"bmc.power", errs.UnknownKind},
+	} {
+		s.Command(&agentv1.CommandPayload{CommandId: id, Kind: tt.kind, Lane: "provision"})
+		if got := s.Result(id).GetError().GetCode(); got != string(tt.want) {
+			t.Errorf("an empty %s = %q, want %q", tt.kind, got, tt.want)
+		}
 	}
 	stop()
 
@@ -84,6 +164,111 @@ func TestJoinsAndComesBackWithoutTheJoinFile(t *testing.T) {
 	start(t, c)
 	if again := g.Session(2); again.AgentID != s.AgentID {
 		t.Errorf("after a restart the agent is %q, was %q", again.AgentID, s.AgentID)
+	}
+}
+
+// apply sends an instance and gives what became of it.
+func apply(t *testing.T, s *agenttest.Session, command string, in *agentv1.InstanceSpec) *agentv1.InstanceStatus {
+	t.Helper()
+	args, err := proto.Marshal(&agentv1.InstanceApplyRequest{Instance: in})
+	if err != nil {
+		t.Fatal(err)
+	}
+	return status(t, s, command, "instance.apply", args)
+}
+
+func status(t *testing.T, s *agenttest.Session, command, kind string, args []byte) *agentv1.InstanceStatus {
+	t.Helper()
+	s.Command(&agentv1.CommandPayload{CommandId: command, Kind: kind, Lane: "provision", Args: args})
+	r := s.Result(command)
+	if r.GetError() != nil {
+		t.Fatalf("%s = %v", kind, r.GetError())
+	}
+	res := &agentv1.InstanceResult{}
+	if err := proto.Unmarshal(r.GetResult(), res); err != nil {
+		t.Fatal(err)
+	}
+	if len(res.GetInstances()) == 0 {
+		return nil
+	}
+	return res.GetInstances()[0]
+}
+
+// Plugins serve a node as they serve a box: advertised, invoked, and as runtimes.
+func TestHostsPluginsAndTheirRuntimes(t *testing.T) {
+	hosttest.NeedsRoot(t)
+	g := agenttest.Start(t)
+	dir, plugins := t.TempDir(), hosttest.NewDir(t)
+	plugins.Add("acme-runtime", hosttest.Self(t))
+	join := filepath.Join(dir, "join")
+	write(t, join, g.Join("node-token").Encode()+"\n", 0o600)
+	write(t, filepath.Join(dir, "config.toml"), fmt.Sprintf(`join_file = %q
+[gateway]
+via = %q
+[plugins]
+dir = %q
+[instances]
+cgroup = "off"
+[runtimes.toy]
+anything = "goes"
+`, join, g.Addr(), plugins.Path), 0o600)
+	c := Config{ConfigFile: filepath.Join(dir, "config.toml"), StateDir: filepath.Join(dir, "state"), Sys: dir, Version: "test", Log: slog.New(slog.NewTextHandler(t.Output(), nil))}
+	stop := start(t, c)
+	s := g.Session(1)
+	var drivers []string
+	for _, d := range s.Hello.GetDrivers() {
+		drivers = append(drivers, d.GetId()+"@"+d.GetVersion()+" "+strings.Join(d.GetKinds(), ","))
+	}
+	if slices.Sort(drivers); !slices.Equal(drivers, []string{"process@1.2.3 runtime", "toy@1.2.3 runtime"}) {
+		t.Errorf("drivers = %q", drivers)
+	}
+	if got := s.Hello.GetCapabilities(); !slices.Equal(got, []string{"instance.process", "instance.toy"}) {
+		t.Errorf("capabilities = %v", got)
+	}
+	got := apply(t, s, "cmd_1", &agentv1.InstanceSpec{InstanceId: "i-1", Name: "one", Runtime: "toy", SpecJson: `{"a":1}`, Generation: 1})
+	if got.GetState() != "running" || got.GetMessage() != `{"a":1}` {
+		t.Errorf("a hosted runtime's instance = %v", got)
+	}
+	// The built-in runtime keeps its id: the plugin's takes nothing of it.
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	spec, err := json.Marshal(map[string]any{"argv": []string{self, "instance"}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := apply(t, s, "cmd_2", &agentv1.InstanceSpec{InstanceId: "i-2", Name: "two", Runtime: "process", SpecJson: string(spec), Generation: 1}); got.GetState() != "running" || got.GetMessage() != "" {
+		t.Errorf("the built-in runtime's instance = %v", got)
+	}
+	s.Event("instance.state", "i-1")
+	// driver.invoke reaches the same driver, and what no kind has is refused by it.
+	for id, want := range map[string]string{"list": "", "snapshot": string(errs.UnsupportedOperation)} {
+		args := fmt.Sprintf(`{"workflowId":"wf","stepId":"s","attempt":1,"args":{"concern":"runtime","operation":%q,"args":[],"driver":"toy","config":{}}}`, id)
+		s.Command(&agentv1.CommandPayload{CommandId: "cmd_" + id, Kind: "driver.invoke", Lane: "provision", Args: []byte(args), WorkflowId: "wf", StepId: "s", Attempt: 1})
+		if r := s.Result("cmd_" + id); r.GetError().GetCode() != want {
+			t.Errorf("driver.invoke of runtime.%s = %v, want %q", id, r, want)
+		}
+	}
+	stop()
+
+	// The process outlived its agent; the next one takes it up.
+	start(t, c)
+	s = g.Session(2)
+	if got := apply(t, s, "cmd_5", &agentv1.InstanceSpec{InstanceId: "i-2", Name: "two", Runtime: "process", SpecJson: string(spec), Generation: 1}); got.GetState() != "running" {
+		t.Errorf("after a restart = %v", got)
+	}
+	for _, id := range []string{"i-1", "i-2"} {
+		args, err := proto.Marshal(&agentv1.InstanceRemoveRequest{InstanceId: id, Generation: 2})
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := status(t, s, "cmd_rm_"+id, "instance.remove", args); got != nil {
+			t.Errorf("instance.remove of %s = %v, want nothing left", id, got)
+		}
+	}
+	if got := status(t, s, "cmd_ls", "instance.list", nil); got != nil {
+		t.Errorf("instance.list = %v, want none", got)
 	}
 }
 
@@ -99,7 +284,7 @@ func TestRefusals(t *testing.T) {
 		"bad join":      {fmt.Sprintf("join_file = %q\n", path("garbage")), "s", "join string"},
 		"huge join":     {fmt.Sprintf("join_file = %q\n", path("huge")), "s", "bytes"},
 		"via":           {"[gateway]\nvia = \"nowhere\"\n", "s", "want host:port"},
-		"plugins":       {"[plugins]\ndir = \"/p\"\n", "s", "plugins.dir"},
+		"runtimes":      {"[runtimes.process]\nx = 1\n", "s", "runtimes.process"},
 		"no state":      {"", "", "state folder"},
 		"not even toml": {"[", "s", ":1:"},
 	} {

@@ -23,7 +23,7 @@ var siteOnly = []agentv1.Role{agentv1.Role_ROLE_SITE}
 // bmcKinds are the command kinds that the relay serves.
 func bmcKinds(r *relay.Relay) []dispatch.Kind {
 	var kinds []dispatch.Kind
-	for _, k := range []struct{ name, lane string }{{"bmc.query", "query"}, {"bmc.boot", "power"}, {"bmc.power", "power"}} {
+	for _, k := range []struct{ name, lane string }{{"bmc.query", "query"}, {"bmc.boot", "power"}, {"bmc.power", "power"}, {"bmc.media", "provision"}} {
 		kinds = append(kinds, dispatch.Kind{
 			Name: k.name, Lane: k.lane, Roles: siteOnly,
 			Decode: func(args []byte) (dispatch.Operation, error) {
@@ -35,7 +35,7 @@ func bmcKinds(r *relay.Relay) []dispatch.Kind {
 				if err != nil {
 					return dispatch.Operation{}, err
 				}
-				return dispatch.Operation{Name: op.Operation, Key: o.Key, Destructive: o.Destructive, RetrySafe: o.RetrySafe, Value: op}, nil
+				return dispatch.Operation{Name: op.Operation, Key: o.Key, Destructive: o.Destructive, Counts: o.Destructive, RetrySafe: o.RetrySafe, Value: op}, nil
 			},
 			Run:     func(ctx context.Context, call dispatch.Call) ([]byte, error) { return runBMC(ctx, r, k.name, call) },
 			Recover: repeatIfSafe,
@@ -98,7 +98,7 @@ func assignKind(store *assign.Store) dispatch.Kind {
 				return dispatch.Operation{}, err
 			}
 			// Versions make a repeat harmless: the store takes each at most once.
-			return dispatch.Operation{Name: "pxe.assign", Key: "pxe.assign", Destructive: true, RetrySafe: true, Value: req}, nil
+			return dispatch.Operation{Name: "pxe.assign", Key: "pxe.assign", Destructive: true, Counts: true, RetrySafe: true, Value: req}, nil
 		},
 		Run: func(_ context.Context, call dispatch.Call) ([]byte, error) {
 			if _, err := store.Apply(call.Operation.Value.(*pxev1.AssignRequest)); err != nil {

@@ -22,13 +22,14 @@ import (
 	"github.com/better-compute/site-appliance/appliance/artifact"
 	"github.com/better-compute/site-appliance/appliance/base/backoff"
 	"github.com/better-compute/site-appliance/appliance/base/bound"
+	"github.com/better-compute/site-appliance/appliance/hosting"
+	"github.com/better-compute/site-appliance/appliance/invoke"
 	"github.com/better-compute/site-appliance/appliance/site/config"
 	"github.com/better-compute/site-appliance/appliance/site/firewall"
 	"github.com/better-compute/site-appliance/appliance/site/ident"
 	"github.com/better-compute/site-appliance/appliance/site/passthrough"
 	"github.com/better-compute/site-appliance/bmc/addressbook"
 	"github.com/better-compute/site-appliance/bmc/relay"
-	"github.com/better-compute/site-appliance/plugins/host"
 	"github.com/better-compute/site-appliance/pxe"
 	"github.com/better-compute/site-appliance/pxe/assign"
 	"github.com/better-compute/site-appliance/pxe/files"
@@ -109,12 +110,19 @@ func Run(ctx context.Context, c Config) error {
 	if s.assign, err = assign.Open(filepath.Join(s.scratch, "assignments.json")); err != nil {
 		return err
 	}
-	plugins, err := startPlugins(ctx, c, withDefaults(cfg.Plugins, c))
+	section := withDefaults(cfg.Plugins, c)
+	egress, release, err := confinePlugins(section, c.Log)
+	if err != nil {
+		return err
+	}
+	defer release()
+	plugins, err := hosting.Start(ctx, section, hosting.Options{Shim: c.Shim, Egress: egress, Log: c.Log.With("part", "plugins")})
 	if err != nil {
 		return err
 	}
 	defer plugins.Close()
 
+	driverKind := invoke.New(invoke.Options{Host: plugins, Book: book, Log: c.Log.With("part", "invoke")})
 	r := relay.New(relay.Options{Book: book, Plugins: invoker{plugins}, Log: c.Log.With("part", "relay")})
 	join, err := joinString(cfg)
 	if err != nil {
@@ -124,7 +132,7 @@ func Run(ctx context.Context, c Config) error {
 	s.agent, err = agent.New(agent.Config{
 		Role: agentv1.Role_ROLE_SITE, StateDir: agentState, Identity: identityCopy(c.IdentityDevice),
 		Join: join, Version: c.Version, Build: c.Build, Lanes: cfg.Lanes,
-		Drivers: advertised(plugins), Kinds: append(bmcKinds(r), assignKind(s.assign)), Log: c.Log.With("part", "agent"),
+		Drivers: hosting.Advertised(plugins), Kinds: append(bmcKinds(r), assignKind(s.assign), driverKind), Log: c.Log.With("part", "agent"),
 	})
 	if err != nil {
 		return err
@@ -188,21 +196,6 @@ func withDefaults(p config.Plugins, c Config) config.Plugins {
 	return p
 }
 
-// startPlugins runs the pinned plugins. A section that lets none run costs the
-// plugins, not the box.
-func startPlugins(ctx context.Context, c Config, p config.Plugins) (*host.Host, error) {
-	log := c.Log.With("part", "plugins")
-	h, err := host.Start(ctx, host.Config{
-		Dir: p.Dir, User: p.User, Privileged: p.PrivilegedNames(), Sandbox: p.Sandboxed(), Cgroup: p.Cgroup,
-		MemoryMax: p.MemoryMax, PidsMax: p.PidsMax, Shim: c.Shim, Log: log,
-	})
-	if err != nil {
-		log.Error("no plugin runs", "err", err)
-		return host.Start(ctx, host.Config{Log: log})
-	}
-	return h, nil
-}
-
 // joinString reads the join string, if there is one: an enrolled box needs none.
 func joinString(cfg *config.Site) (*trust.Join, error) {
 	text := cfg.Join
@@ -228,16 +221,6 @@ func identityCopy(device string) enroll.Copy {
 		return nil
 	}
 	return ident.New(device)
-}
-
-func advertised(h *host.Host) []*agentv1.AdvertisedDriver {
-	out := []*agentv1.AdvertisedDriver{}
-	for _, m := range h.Drivers() {
-		out = append(out, &agentv1.AdvertisedDriver{
-			Id: m.ID, Version: m.Version, Kinds: m.Kinds, Capabilities: m.Capabilities, RetrySafeOperations: m.RetrySafe,
-		})
-	}
-	return out
 }
 
 // passthrough serves the machines' way to the gateway on one LAN.

@@ -62,13 +62,14 @@ func TestBMCKinds(t *testing.T) {
 		{"bmc.power", "power.setPower", `["off"]`, "", true, false},
 		{"bmc.power", "power.getPower", "", errs.OperationNotAllowed, false, false},
 		{"bmc.boot", "management.setBootDevice", `[{"device":"pxe"}]`, "", false, true},
+		{"bmc.media", "virtual-media.eject", "", "", false, true},
 	} {
 		got, err := kindNamed(t, kinds, tt.kind).Decode(op(tt.operation, tt.args))
 		if errs.CodeOf(err) != tt.code {
 			t.Errorf("%s %s %s: code %q (%v), want %q", tt.kind, tt.operation, tt.args, errs.CodeOf(err), err, tt.code)
 			continue
 		}
-		if err == nil && (got.Destructive != tt.destructive || got.RetrySafe != tt.safe || got.Key == "") {
+		if err == nil && (got.Destructive != tt.destructive || got.Counts != tt.destructive || got.RetrySafe != tt.safe || got.Key == "") {
 			t.Errorf("%s %s %s = %+v, want destructive %v, retry-safe %v and a queue key", tt.kind, tt.operation, tt.args, got, tt.destructive, tt.safe)
 		}
 	}

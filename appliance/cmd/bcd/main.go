@@ -14,6 +14,8 @@ import (
 	"syscall"
 	"time"
 
+	"github.com/better-compute/site-appliance/appliance/node"
+	"github.com/better-compute/site-appliance/appliance/node/process"
 	"github.com/better-compute/site-appliance/plugins/sandbox"
 )
 
@@ -23,8 +25,11 @@ var (
 	buildTime = "0" // Unix seconds
 )
 
-// shimName is how bcd is called to become a plugin.
-const shimName = "bcx-shim"
+// shimName is how bcd is called to become a plugin, gateName how it becomes an instance's process.
+const (
+	shimName = node.ShimWord
+	gateName = node.GateWord
+)
 
 const usage = `usage: bcd ROLE [flags]
 
@@ -38,6 +43,9 @@ func main() {
 	// The plugin shim replaces itself with the plugin: it runs before anything else.
 	if len(os.Args) > 1 && os.Args[1] == shimName {
 		os.Exit(sandbox.ShimMain(os.Args[2:]))
+	}
+	if len(os.Args) > 1 && os.Args[1] == gateName {
+		os.Exit(process.GateMain(os.Args[2:]))
 	}
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()

@@ -200,6 +200,7 @@ func TestCommandLine(t *testing.T) {
 		t.Fatalf("metal deploy = %q, want a workflow", id)
 	}
 	c.fails("INVALID_INPUT: workflow-running", "metal", "inspect", "m1")
+	c.fails(`INVALID_INPUT: profile "none"`, "workflow", "start", "none", "m1")
 	deadline := time.Now().Add(10 * time.Second)
 	for !strings.Contains(c.run("", "workflow", "show", id), "waiting for the site's box") {
 		if time.Now().After(deadline) {
@@ -239,6 +240,14 @@ func TestCommandLine(t *testing.T) {
 	if err == nil || !strings.Contains(err.Error(), "goes on: better-compute workflow watch "+id) || !strings.Contains(watched.String(), "window.open") {
 		t.Errorf("workflow watch = %q, %v", watched.String(), err)
 	}
+	c.run("", "workflow", "cancel", id)
+	for !strings.Contains(c.run("", "workflow", "show", id), "cancelled") {
+		if time.Now().After(deadline.Add(20 * time.Second)) {
+			t.Fatalf("workflow show = %q, want it cancelled", c.run("", "workflow", "show", id))
+		}
+		time.Sleep(20 * time.Millisecond)
+	}
+	c.fails("INVALID_INPUT: workflow-ended", "workflow", "cancel", id)
 }
 
 // settings writes a client's settings with another token.

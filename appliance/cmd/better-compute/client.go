@@ -163,6 +163,12 @@ func (c *client) secrets() computev1connect.SecretServiceClient {
 func (c *client) metal() computev1connect.MetalServiceClient {
 	return computev1connect.NewMetalServiceClient(c.http, c.url, c.options...)
 }
+func (c *client) drivers() computev1connect.DriverServiceClient {
+	return computev1connect.NewDriverServiceClient(c.http, c.url, c.options...)
+}
+func (c *client) placement() computev1connect.PlacementServiceClient {
+	return computev1connect.NewPlacementServiceClient(c.http, c.url, c.options...)
+}
 func (c *client) workflows() computev1connect.WorkflowServiceClient {
 	return computev1connect.NewWorkflowServiceClient(c.http, c.url, c.options...)
 }

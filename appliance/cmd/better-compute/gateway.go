@@ -18,9 +18,15 @@ import (
 
 	"github.com/better-compute/site-appliance/appliance/agent/trust"
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
+	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/appliance/gateway"
 	"github.com/better-compute/site-appliance/appliance/gateway/api"
+	"github.com/better-compute/site-appliance/appliance/gateway/api/apierr"
+	"github.com/better-compute/site-appliance/appliance/gateway/config"
+	"github.com/better-compute/site-appliance/appliance/gateway/instances"
 	"github.com/better-compute/site-appliance/appliance/gateway/keys"
+	"github.com/better-compute/site-appliance/appliance/gateway/metal"
+	"github.com/better-compute/site-appliance/appliance/gateway/provision"
 	"github.com/better-compute/site-appliance/appliance/gateway/store"
 	"github.com/better-compute/site-appliance/appliance/gateway/workflow"
 )
@@ -81,20 +87,51 @@ func gatewayServe(ctx context.Context, args []string, std stdio) error {
 // serveGateway puts the gateway's parts together and serves until ctx ends.
 // ready, where it is not nil, gets them before the first call.
 func serveGateway(ctx context.Context, dir string, o gateway.Options, ready func(*gateway.Gateway)) (err error) {
+	settings, err := config.Load(dir)
+	if err != nil {
+		return apierr.BadConfig("%v", err)
+	}
+	var hardware *metal.Metal
+	if settings.Has(config.Metal) {
+		if hardware, err = metal.New(settings.MetalOptions()); err != nil {
+			return err
+		}
+		m, err := hardware.Module()
+		if err != nil {
+			return err
+		}
+		o.Modules = append(o.Modules, m)
+	}
+	if settings.Has(config.Provision) {
+		o.Modules = append(o.Modules, provision.Module(settings.ModuleProfiles()...))
+	}
+	o.Modules = append(o.Modules, instances.Module())
 	g, err := gateway.New(dir, o)
 	if err != nil {
-		return err
+		return configError(err)
 	}
 	defer func() { err = errors.Join(err, g.Close()) }()
 	if err := adoptAdmin(ctx, g.Store, dir); err != nil {
 		return err
 	}
+	stopExternal, err := startExternal(ctx, g, settings.ExternalDrivers)
+	defer func() { err = errors.Join(err, stopExternal()) }()
+	if err != nil {
+		return configError(err)
+	}
 	engine := workflow.New(workflow.Config{
-		Store: g.Store, Commands: g.Commands, Enrol: g.Enrol, Secrets: g.Secrets, Online: g.Sessions.Online, Log: g.Log.With("part", "workflow"),
+		Store: g.Store, Modules: g.Modules, Commands: g.Commands, Enrol: g.Enrol, Secrets: g.Secrets, Online: g.Sessions.Online, Log: g.Log.With("part", "workflow"),
 	})
 	g.Sessions.OnState(func(string, bool) { engine.Wake() })
 	g.Sessions.OnEvent(func(context.Context, string, *agentv1.Event) { engine.Wake() })
+	wanted := instances.New(instances.Config{Store: g.Store, Commands: g.Commands, Online: g.Sessions.Online, Log: g.Log.With("part", "instances")})
+	g.Sessions.OnState(wanted.Came)
+	g.Sessions.OnEvent(wanted.Heard)
+	if hardware != nil {
+		g.Nodes.Layout = hardware.Layout
+	}
 	api.New(api.Config{
+		Metal: hardware, Profiles: g.Modules, Drivers: g.Drivers, Instances: wanted,
 		Store: g.Store, Commands: g.Commands, Enrol: g.Enrol, Secrets: g.Secrets, Artifacts: g.Artifacts, Workflows: engine, Online: g.Sessions.Online, Log: g.Log.With("part", "api"),
 	}).Register(g.Handle)
 	if ready != nil {
@@ -109,10 +146,20 @@ func serveGateway(ctx context.Context, dir string, o gateway.Options, ready func
 		defer stop()
 		failed = engine.Run(ctx)
 	})
+	wg.Go(func() { wanted.Run(ctx) })
 	err = g.Serve(ctx)
 	stop()
 	wg.Wait()
 	return errors.Join(err, failed)
+}
+
+// configError says by its code what the deployment has configured wrong.
+func configError(err error) error {
+	var known *apierr.Error
+	if errs.CodeOf(err) != errs.InvalidConfig || errors.As(err, &known) {
+		return err
+	}
+	return apierr.BadConfig("%s", errs.From(err).Message)
 }
 
 // storeFile is where the gateway keeps its store.

@@ -12,7 +12,7 @@ func TestHelp(t *testing.T) {
 	for _, args := range [][]string{
 		{"-h"}, {"help"}, {"gateway", "--help"}, {"gateway", "init", "-h"}, {"gateway", "serve", "-h"}, {"site", "add", "--help"},
 		{"metal", "deploy", "rack-1", "-h"}, {"secret", "put", "-h"}, {"artifact", "import", "-h"}, {"workflow", "list", "-h"},
-		{"events", "-h"}, {"image", "build", "-h"}, {"image", "flash", "-h"}, {"image", "test", "-h"}, {"version", "-h"},
+		{"drivers", "list", "-h"}, {"place", "-h"}, {"events", "-h"}, {"image", "build", "-h"}, {"image", "flash", "-h"}, {"image", "test", "-h"}, {"version", "-h"},
 	} {
 		var out, notes bytes.Buffer
 		err := dispatch(context.Background(), "better-compute", commands(), args, stdio{strings.NewReader(""), &out, &notes})

@@ -2,7 +2,10 @@ package main
 
 import (
 	"context"
+	"errors"
 	"fmt"
+	"maps"
+	"slices"
 	"strings"
 
 	"github.com/better-compute/site-appliance/appliance/api/computev1"
@@ -21,10 +24,11 @@ func runMetal(ctx context.Context, args []string, std stdio) error {
 }
 
 func metalEnroll(ctx context.Context, args []string, std stdio) error {
-	f := newCall("metal enroll NAME --pool POOL --driver ID --address HOST[:PORT] --credentials REF [--mac MAC …]", std)
-	var macs stringList
+	f := newCall("metal enroll NAME --pool POOL --driver ID --address HOST[:PORT] --credentials REF [--mac MAC …] [--hardware-profile NAME] [--driver KIND=ID[:FILE] …]", std)
+	var macs, drivers stringList
 	pool := f.String("pool", "", "the `pool`'s name or id")
-	driver := f.String("driver", "", "`id` of the BMC's driver, such as ipmi or redfish")
+	f.Var(&drivers, "driver", "`id` of the BMC's driver, such as ipmi or redfish; and KIND=ID[:FILE], several times, to bind a kind to a driver with the JSON object in FILE as its configuration")
+	profile := f.String("hardware-profile", "", "`name` of the machine's hardware profile (default: the pool's)")
 	address := f.String("address", "", "`host[:port]` of the BMC")
 	credentials := f.String("credentials", "", "`reference` of the BMC's credential, secret://TENANT/NAME, or the secret's name")
 	pin := f.String("pin", "", "`hex` SHA-256 of the BMC certificate's public key")
@@ -40,8 +44,13 @@ func metalEnroll(ctx context.Context, args []string, std stdio) error {
 	if ref != "" && !strings.Contains(ref, "://") {
 		ref = "secret://" + c.tenant + "/" + ref
 	}
+	driver, bindings, err := parseDrivers(std, drivers)
+	if err != nil {
+		return err
+	}
 	res, err := call(ctx, c.metal().Enroll, &computev1.EnrollMachineRequest{TenantId: c.tenant, Name: rest[0], Pool: *pool, Macs: macs, ProductUuid: *uuid,
-		Bmc: &computev1.Bmc{Driver: *driver, Address: *address, CredentialsRef: ref, TlsSpkiSha256: *pin, DriverOptionsJson: *options}})
+		HardwareProfile: *profile, Drivers: bindings,
+		Bmc: &computev1.Bmc{Driver: driver, Address: *address, CredentialsRef: ref, TlsSpkiSha256: *pin, DriverOptionsJson: *options}})
 	if err != nil {
 		return err
 	}
@@ -49,6 +58,42 @@ func metalEnroll(ctx context.Context, args []string, std stdio) error {
 		return printJSON(std.out, res)
 	}
 	return printTable(std.out, machineHead, [][]string{machineRow(res.Machine)})
+}
+
+// maxBinding bounds a binding's configuration.
+const maxBinding = 64 << 10
+
+// parseDrivers takes apart what --driver gave: ID once, for the BMC, and
+// KIND=ID or KIND=ID:FILE for each kind that is bound otherwise.
+func parseDrivers(std stdio, list []string) (bmc string, bindings map[string]*computev1.DriverBinding, err error) {
+	bindings = map[string]*computev1.DriverBinding{}
+	for _, text := range list {
+		kind, rest, bound := strings.Cut(text, "=")
+		if !bound {
+			if bmc != "" {
+				return "", nil, fmt.Errorf("--driver %s: the BMC's driver is %s already; a kind is bound by KIND=ID", text, bmc)
+			}
+			bmc = text
+			continue
+		}
+		id, file, configured := strings.Cut(rest, ":")
+		b := &computev1.DriverBinding{Driver: id}
+		if configured {
+			data, err := readInput(std, file, maxBinding)
+			if err != nil {
+				return "", nil, fmt.Errorf("--driver %s: %w", text, err)
+			}
+			b.ConfigJson = string(data)
+		}
+		if bindings[kind] != nil {
+			return "", nil, fmt.Errorf("--driver %s: %s is bound already", text, kind)
+		}
+		bindings[kind] = b
+	}
+	if bmc == "" {
+		return "", nil, errors.New("--driver ID, the BMC's driver, is missing")
+	}
+	return bmc, bindings, nil
 }
 
 const machineHead = "NAME ID STATE DRIVER ADDRESS MACS AGENT"
@@ -98,12 +143,17 @@ func metalShow(ctx context.Context, args []string, std stdio) error {
 		return printJSON(std.out, res)
 	}
 	m := res.Machine
-	for _, line := range [][2]string{
+	lines := [][2]string{
 		{"name", m.GetName()}, {"id", m.GetId()}, {"state", m.GetState()}, {"pool", m.GetPoolId()}, {"macs", strings.Join(m.GetMacs(), ", ")}, {"product uuid", m.GetProductUuid()},
 		{"bmc driver", m.GetBmc().GetDriver()}, {"bmc address", m.GetBmc().GetAddress()}, {"bmc credential", m.GetBmc().GetCredentialsRef()},
 		{"bmc key pin", m.GetBmc().GetTlsSpkiSha256()}, {"bmc options", m.GetBmc().GetDriverOptionsJson()},
-		{"agent", strings.TrimSpace(m.GetAgentId() + " " + m.GetAgentRole())}, {"agent online", fmt.Sprint(m.GetAgentOnline())}, {"hardware", m.GetHardwareJson()},
-	} {
+		{"agent", strings.TrimSpace(m.GetAgentId() + " " + m.GetAgentRole())}, {"agent online", fmt.Sprint(m.GetAgentOnline())}, {"hardware", m.GetHardwareJson()}, {"hw profile", m.GetHardwareProfile()},
+	}
+	for _, kind := range slices.Sorted(maps.Keys(m.GetDrivers())) {
+		b := m.GetDrivers()[kind]
+		lines = append(lines, [2]string{"driver", strings.TrimSpace(kind + "=" + b.GetDriver() + " " + b.GetConfigJson())})
+	}
+	for _, line := range lines {
 		if _, err := fmt.Fprintf(std.out, "%-15s %s\n", line[0], clean(line[1])); err != nil {
 			return err
 		}

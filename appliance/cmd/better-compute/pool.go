@@ -14,21 +14,22 @@ func runPool(ctx context.Context, args []string, std stdio) error {
 }
 
 func poolAdd(ctx context.Context, args []string, std stdio) error {
-	f := newCall("pool add NAME --site SITE", std)
+	f := newCall("pool add NAME --site SITE [--hardware-profile NAME]", std)
 	site := f.String("site", "", "the `site`'s name or id")
+	profile := f.String("hardware-profile", "", "`name` of the hardware profile of the pool's machines")
 	f.need("site")
 	rest, c, err := f.begin(args, 1, 1)
 	if err != nil {
 		return err
 	}
-	res, err := call(ctx, c.pools().Add, &computev1.AddPoolRequest{TenantId: c.tenant, Name: rest[0], Site: *site})
+	res, err := call(ctx, c.pools().Add, &computev1.AddPoolRequest{TenantId: c.tenant, Name: rest[0], Site: *site, Policy: &computev1.PoolPolicy{HardwareProfile: *profile}})
 	if err != nil {
 		return err
 	}
 	if f.json {
 		return printJSON(std.out, res)
 	}
-	return printTable(std.out, "NAME ID SITE", [][]string{{res.Pool.GetName(), res.Pool.GetId(), res.Pool.GetSiteId()}})
+	return printTable(std.out, poolHead, [][]string{poolRow(res.Pool)})
 }
 
 func poolList(ctx context.Context, args []string, std stdio) error {
@@ -46,7 +47,13 @@ func poolList(ctx context.Context, args []string, std stdio) error {
 	}
 	var rows [][]string
 	for _, p := range res.Items {
-		rows = append(rows, []string{p.Name, p.Id, p.SiteId})
+		rows = append(rows, poolRow(p))
 	}
-	return printTable(std.out, "NAME ID SITE", rows)
+	return printTable(std.out, poolHead, rows)
+}
+
+const poolHead = "NAME ID SITE HARDWARE-PROFILE"
+
+func poolRow(p *computev1.Pool) []string {
+	return []string{p.GetName(), p.GetId(), p.GetSiteId(), p.GetPolicy().GetHardwareProfile()}
 }

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 	"time"
 
 	"connectrpc.com/connect"
@@ -13,10 +14,44 @@ import (
 
 func runWorkflow(ctx context.Context, args []string, std stdio) error {
 	return dispatch(ctx, "better-compute workflow", []command{
+		{"start", "run a profile's steps on a machine", workflowStart},
+		{"cancel", "end a running workflow", workflowCancel},
 		{"list", "list the latest workflows", workflowList},
 		{"show", "show a workflow's steps", workflowShow},
 		{"watch", "follow a workflow to its end", workflowWatch},
 	}, args, std)
+}
+
+func workflowStart(ctx context.Context, args []string, std stdio) error {
+	f := newCall("workflow start PROFILE MACHINE [--watch]", std)
+	watch := f.Bool("watch", false, "follow the workflow to its end")
+	rest, c, err := f.begin(args, 2, 2)
+	if err != nil {
+		return err
+	}
+	res, err := call(ctx, c.workflows().Start, &computev1.StartWorkflowRequest{TenantId: c.tenant, Profile: rest[0], Machine: rest[1]})
+	if err != nil {
+		return err
+	}
+	if f.json {
+		err = printJSON(std.out, res)
+	} else {
+		_, err = fmt.Fprintln(std.out, res.WorkflowId)
+	}
+	if err != nil || !*watch {
+		return err
+	}
+	return follow(ctx, c, std, res.WorkflowId)
+}
+
+func workflowCancel(ctx context.Context, args []string, std stdio) error {
+	f := newCall("workflow cancel ID", std)
+	rest, c, err := f.begin(args, 1, 1)
+	if err != nil {
+		return err
+	}
+	_, err = call(ctx, c.workflows().Cancel, &computev1.CancelWorkflowRequest{TenantId: c.tenant, Id: rest[0]})
+	return err
 }
 
 func workflowList(ctx context.Context, args []string, std stdio) error {
@@ -73,9 +108,24 @@ func showWorkflow(ctx context.Context, c *client, std stdio, id string, json boo
 		if s.EndedMs != 0 {
 			seconds = fmt.Sprintf("%.1f", float64(s.EndedMs-s.StartedMs)/1000)
 		}
-		rows = append(rows, []string{s.Id, s.Name, s.State, clock(s.StartedMs), seconds, s.Progress})
+		rows = append(rows, []string{s.Id, s.Name, s.State, clock(s.StartedMs), seconds, said(s)})
 	}
-	return printTable(std.out, "STEP NAME STATE STARTED SECONDS PROGRESS", rows)
+	return printTable(std.out, "STEP NAME STATE STARTED SECONDS SAYS", rows)
+}
+
+// maxSaid is what a table shows of an answer; --json has all of it.
+const maxSaid = 200
+
+// said is what a step says of itself: its progress, or what it answered.
+func said(s *computev1.Step) string {
+	if s.ResultJson == "" {
+		return s.Progress
+	}
+	text := clean(s.ResultJson)
+	if len(text) > maxSaid {
+		text = strings.ToValidUTF8(text[:maxSaid], "") + "…"
+	}
+	return text
 }
 
 func workflowWatch(ctx context.Context, args []string, std stdio) error {

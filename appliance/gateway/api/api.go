@@ -23,8 +23,11 @@ import (
 	"github.com/better-compute/site-appliance/appliance/base/secret"
 	"github.com/better-compute/site-appliance/appliance/gateway/api/apierr"
 	"github.com/better-compute/site-appliance/appliance/gateway/commands"
+	"github.com/better-compute/site-appliance/appliance/gateway/metal"
+	"github.com/better-compute/site-appliance/appliance/gateway/module"
 	"github.com/better-compute/site-appliance/appliance/gateway/store"
 	"github.com/better-compute/site-appliance/appliance/gateway/workflow"
+	"github.com/better-compute/site-appliance/plugins/driver"
 )
 
 // Commands sends signed commands.
@@ -53,7 +56,19 @@ type Artifacts interface {
 // Workflows runs procedures on machines.
 type Workflows interface {
 	Start(ctx context.Context, name string, m store.Machine, p workflow.Params) (id string, err error)
+	StartProfile(ctx context.Context, profile string, m store.Machine, traceparent string) (id string, err error)
+	Cancel(ctx context.Context, tenantID, id string) error
 	Note(workflowID string) string
+}
+
+// Drivers lists declarations, by id and then version; kind narrows them.
+type Drivers interface {
+	List(kind string) []driver.Manifest
+}
+
+// Profiles finds procedures by name.
+type Profiles interface {
+	Profile(name string) (module.Profile, bool)
 }
 
 // Config is what the API works with.
@@ -64,6 +79,14 @@ type Config struct {
 	Secrets   Secrets
 	Artifacts Artifacts
 	Workflows Workflows
+	// Metal is what the gateway knows about hardware; nil: there are no pools and machines.
+	Metal *metal.Metal
+	// Profiles are the procedures that Workflows starts.
+	Profiles Profiles
+	// Drivers are the drivers that the deployment registered.
+	Drivers Drivers
+	// Instances keeps what machines are to run; nil: that is not offered.
+	Instances Instances
 	// Online says whether an agent holds a session.
 	Online func(agentID string) bool
 	Log    *slog.Logger
@@ -73,7 +96,13 @@ type Config struct {
 type API struct{ Config }
 
 // New makes the API.
-func New(c Config) *API { return &API{c} }
+func New(c Config) *API {
+	a := &API{c}
+	if c.Metal != nil && c.Profiles != nil {
+		a.Workflows = judged{c.Workflows, a}
+	}
+	return a
+}
 
 // maxMessage bounds one message of a caller.
 const maxMessage = 4 << 20
@@ -83,10 +112,22 @@ func (a *API) Register(handle func(pattern string, h http.Handler)) {
 	mount := func(pattern string, h http.Handler) { handle(pattern, a.authenticate(h)) }
 	options := []connect.HandlerOption{connect.WithInterceptors(&guard{a}), connect.WithReadMaxBytes(maxMessage)}
 	mount(computev1connect.NewSiteServiceHandler(siteService{a}, options...))
-	mount(computev1connect.NewPoolServiceHandler(poolService{a}, options...))
 	mount(computev1connect.NewSecretServiceHandler(secretService{a}, options...))
-	mount(computev1connect.NewMetalServiceHandler(metalService{a}, options...))
-	mount(computev1connect.NewWorkflowServiceHandler(workflowService{API: a}, options...))
+	if a.Metal != nil {
+		mount(computev1connect.NewPoolServiceHandler(poolService{a}, options...))
+		mount(computev1connect.NewMetalServiceHandler(metalService{a}, options...))
+	} else {
+		mount(computev1connect.NewPoolServiceHandler(computev1connect.UnimplementedPoolServiceHandler{}, options...))
+		mount(computev1connect.NewMetalServiceHandler(computev1connect.UnimplementedMetalServiceHandler{}, options...))
+	}
+	mount(computev1connect.NewDriverServiceHandler(driverService{a}, options...))
+	mount(computev1connect.NewPlacementServiceHandler(placementService{a}, options...))
+	mount(computev1connect.NewWorkflowServiceHandler(workflowService{a}, options...))
+	if a.Instances != nil {
+		mount(computev1connect.NewInstanceServiceHandler(instanceService{a}, options...))
+	} else {
+		mount(computev1connect.NewInstanceServiceHandler(computev1connect.UnimplementedInstanceServiceHandler{}, options...))
+	}
 	mount(computev1connect.NewArtifactServiceHandler(artifactService{a}, options...))
 	mount(computev1connect.NewEventServiceHandler(eventService{a}, options...))
 }

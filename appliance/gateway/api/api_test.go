@@ -26,16 +26,21 @@ import (
 	"github.com/better-compute/site-appliance/appliance/base/secret"
 	"github.com/better-compute/site-appliance/appliance/gateway/commands"
 	"github.com/better-compute/site-appliance/appliance/gateway/metal"
+	"github.com/better-compute/site-appliance/appliance/gateway/module"
+	"github.com/better-compute/site-appliance/appliance/gateway/provision"
 	"github.com/better-compute/site-appliance/appliance/gateway/store"
 	"github.com/better-compute/site-appliance/appliance/gateway/workflow"
 	"github.com/better-compute/site-appliance/bmc/bmcv1"
+	"github.com/better-compute/site-appliance/plugins/driver"
+	"github.com/better-compute/site-appliance/plugins/driver/binding"
 )
 
 // rig is the API over real HTTP, with fakes behind it.
 type rig struct {
-	t      *testing.T
-	store  *store.Store
-	server *httptest.Server
+	t       *testing.T
+	store   *store.Store
+	drivers *driver.Registry
+	server  *httptest.Server
 
 	mu       sync.Mutex
 	online   map[string]bool
@@ -89,7 +94,26 @@ func (r *rig) Import(_ context.Context, name, arch, format string, in io.Reader)
 }
 func (r *rig) Start(ctx context.Context, name string, m store.Machine, p workflow.Params) (string, error) {
 	r.started = append(r.started, p)
-	return workflow.New(workflow.Config{Store: r.store, Log: slog.New(slog.DiscardHandler)}).Start(ctx, name, m, p)
+	return r.engine().Start(ctx, name, m, p)
+}
+func (r *rig) StartProfile(ctx context.Context, profile string, m store.Machine, traceparent string) (string, error) {
+	return r.engine().StartProfile(ctx, profile, m, traceparent)
+}
+func (r *rig) Cancel(ctx context.Context, tenantID, id string) error {
+	return r.engine().Cancel(ctx, tenantID, id)
+}
+
+// engine is one that nobody runs: what it starts stays as it began.
+func (r *rig) engine() *workflow.Engine {
+	look := module.Profile{
+		Name: "look", Drivers: map[string]binding.Binding{"power": {Driver: "acme-bmc"}},
+		Steps: []module.ProfileStep{{Uses: "power.getPower", On: module.OnSite}},
+	}
+	set, err := module.Join(module.Module{Name: "metal", Kinds: metal.Kinds()}, provision.Module(look))
+	if err != nil {
+		panic(err)
+	}
+	return workflow.New(workflow.Config{Store: r.store, Modules: set, Log: slog.New(slog.DiscardHandler)})
 }
 func (r *rig) Online(id string) bool {
 	r.mu.Lock()
@@ -104,8 +128,11 @@ func newRig(t *testing.T) *rig {
 	must(t, err)
 	t.Cleanup(func() { st.Close() })
 	r.store = st
+	r.drivers = &driver.Registry{}
+	hardware, err := metal.New(hardwareOptions)
+	must(t, err)
 	mux := http.NewServeMux()
-	New(Config{Store: st, Commands: r, Enrol: r, Secrets: r, Artifacts: r, Workflows: r, Online: r.Online, Log: slog.New(slog.DiscardHandler)}).Register(mux.Handle)
+	New(Config{Store: st, Metal: hardware, Drivers: r.drivers, Commands: r, Enrol: r, Secrets: r, Artifacts: r, Workflows: r, Online: r.Online, Log: slog.New(slog.DiscardHandler)}).Register(mux.Handle)
 	r.server = httptest.NewUnstartedServer(mux)
 	r.server.EnableHTTP2 = true
 	r.server.StartTLS()

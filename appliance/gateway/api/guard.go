@@ -35,6 +35,13 @@ var permissions = map[string]string{
 	computev1connect.ArtifactServiceImportProcedure:     "compute:artifacts:write",
 	computev1connect.ArtifactServiceListProcedure:       "compute:artifacts:read",
 	computev1connect.EventServiceListProcedure:          "compute:events:read",
+	computev1connect.DriverServiceListProcedure:         "compute:drivers:read",
+	computev1connect.PlacementServiceFindProcedure:      "compute:placement:read",
+	computev1connect.WorkflowServiceStartProcedure:      "compute:workflows:write",
+	computev1connect.WorkflowServiceCancelProcedure:     "compute:workflows:write",
+	computev1connect.InstanceServiceApplyProcedure:      "compute:instances:write",
+	computev1connect.InstanceServiceListProcedure:       "compute:instances:read",
+	computev1connect.InstanceServiceRemoveProcedure:     "compute:instances:write",
 }
 
 // Permissions are the names that a token may hold, sorted.

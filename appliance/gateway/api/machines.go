@@ -2,8 +2,11 @@ package api
 
 import (
 	"context"
+	"encoding/json"
 	"fmt"
+	"maps"
 	"regexp"
+	"slices"
 	"strings"
 
 	"connectrpc.com/connect"
@@ -15,9 +18,11 @@ import (
 	"github.com/better-compute/site-appliance/appliance/gateway/api/apierr"
 	"github.com/better-compute/site-appliance/appliance/gateway/commands"
 	"github.com/better-compute/site-appliance/appliance/gateway/metal"
+	"github.com/better-compute/site-appliance/appliance/gateway/placement"
 	"github.com/better-compute/site-appliance/appliance/gateway/store"
 	"github.com/better-compute/site-appliance/appliance/gateway/workflow"
 	"github.com/better-compute/site-appliance/bmc/bmcv1"
+	"github.com/better-compute/site-appliance/plugins/driver/binding"
 )
 
 type metalService struct{ *API }
@@ -52,8 +57,16 @@ func (s metalService) Enroll(ctx context.Context, req *connect.Request[computev1
 	case !has:
 		return nil, apierr.Invalid("there is no secret %s", bmc.CredentialsRef)
 	}
+	overrides, err := overridesOf(in.Drivers)
+	if err != nil {
+		return nil, err
+	}
+	drivers, profile, err := s.Metal.Bindings(in.TenantId, bmc, in.HardwareProfile, pool.HardwareProfile, overrides)
+	if err != nil {
+		return nil, err
+	}
 	m := store.Machine{ID: s.Store.NewID("node"), TenantID: in.TenantId, Name: in.Name, PoolID: pool.ID, SiteID: pool.SiteID, BMC: bmc, MACs: macs,
-		ProductUUID: uuid, State: metal.Enrolled, Created: s.Store.Now()}
+		ProductUUID: uuid, State: metal.Enrolled, Created: s.Store.Now(), Drivers: drivers, HardwareProfile: profile}
 	if err := s.Store.AddMachine(ctx, m); err != nil {
 		return nil, err
 	}
@@ -65,9 +78,31 @@ func (s metalService) Enroll(ctx context.Context, req *connect.Request[computev1
 	return connect.NewResponse(&computev1.EnrollMachineResponse{Machine: out}), nil
 }
 
+// overridesOf reads the drivers that an enrolment binds itself.
+func overridesOf(wire map[string]*computev1.DriverBinding) (map[string]binding.Binding, error) {
+	overrides := map[string]binding.Binding{}
+	for _, kind := range slices.Sorted(maps.Keys(wire)) {
+		b, err := binding.New(wire[kind].GetDriver(), json.RawMessage(wire[kind].GetConfigJson()))
+		if err != nil {
+			return nil, apierr.Invalid("drivers: kind %.80q: %v", kind, err)
+		}
+		overrides[kind] = b
+	}
+	return overrides, nil
+}
+
+func wireBindings(bindings map[string]binding.Binding) map[string]*computev1.DriverBinding {
+	out := map[string]*computev1.DriverBinding{}
+	for kind, b := range bindings {
+		out[kind] = &computev1.DriverBinding{Driver: b.Driver, ConfigJson: string(b.Config)}
+	}
+	return out
+}
+
 func (s metalService) wireMachine(ctx context.Context, m store.Machine) (*computev1.Machine, error) {
 	out := &computev1.Machine{
 		Id: m.ID, Name: m.Name, PoolId: m.PoolID, Macs: m.MACs, ProductUuid: m.ProductUUID, State: m.State, HardwareJson: m.HardwareJSON,
+		Drivers: wireBindings(m.Drivers), HardwareProfile: m.HardwareProfile,
 		Bmc: &computev1.Bmc{Driver: m.BMC.Driver, Address: m.BMC.Address, CredentialsRef: m.BMC.CredentialsRef, TlsSpkiSha256: m.BMC.TLSSPKISHA256, DriverOptionsJson: m.BMC.DriverOptions},
 	}
 	agent, ok, err := s.machineAgent(ctx, m.ID)
@@ -122,13 +157,44 @@ func (s metalService) able(ctx context.Context, tenantID, machine string, verb m
 	if err != nil {
 		return store.Machine{}, store.Agent{}, false, err
 	}
-	var kinds []string
-	for _, d := range box.Drivers {
-		if d.GetId() == m.BMC.Driver {
-			kinds = append([]string{}, d.GetKinds()...)
+	var labels map[string]string
+	if enrolled {
+		if labels, err = s.Store.AgentLabels(ctx, box.ID); err != nil {
+			return store.Machine{}, store.Agent{}, false, err
 		}
 	}
-	return m, box, enrolled, metal.CheckVerb(verb, m.BMC.Driver, kinds)
+	return m, box, enrolled, s.Metal.CheckVerb(verb, m.BMC.Driver, placement.Kinds(labels, m.BMC.Driver))
+}
+
+// judged refuses up front a procedure with steps that the machine's BMC driver
+// cannot serve, as able does with a verb.
+type judged struct {
+	Workflows
+	api *API
+}
+
+// StartProfile starts what the driver serves.
+func (j judged) StartProfile(ctx context.Context, name string, m store.Machine, traceparent string) (string, error) {
+	profile, ok := j.api.Profiles.Profile(name)
+	if !ok {
+		return j.Workflows.StartProfile(ctx, name, m, traceparent) // which says so
+	}
+	var kinds []string
+	box, enrolled, err := j.api.siteAgent(ctx, m.SiteID)
+	if err != nil {
+		return "", err
+	}
+	if enrolled {
+		labels, err := j.api.Store.AgentLabels(ctx, box.ID)
+		if err != nil {
+			return "", err
+		}
+		kinds = placement.Kinds(labels, m.BMC.Driver)
+	}
+	if err := j.api.Metal.CheckProfile(profile, m.BMC.Driver, kinds); err != nil {
+		return "", err
+	}
+	return j.Workflows.StartProfile(ctx, name, m, traceparent)
 }
 
 // send runs one command at the machine's box and waits for its outcome.

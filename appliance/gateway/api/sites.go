@@ -83,7 +83,11 @@ func (s poolService) Add(ctx context.Context, req *connect.Request[computev1.Add
 	if err != nil {
 		return nil, err
 	}
-	pool := store.Pool{ID: s.Store.NewID("pool"), TenantID: m.TenantId, Name: m.Name, SiteID: site.ID, Created: s.Store.Now()}
+	profile := m.Policy.GetHardwareProfile()
+	if err := s.Metal.CheckName("policy.hardware_profile", profile); err != nil {
+		return nil, err
+	}
+	pool := store.Pool{ID: s.Store.NewID("pool"), TenantID: m.TenantId, Name: m.Name, SiteID: site.ID, HardwareProfile: profile, Created: s.Store.Now()}
 	if err := s.Store.AddPool(ctx, pool); err != nil {
 		return nil, err
 	}
@@ -104,7 +108,11 @@ func (s poolService) List(ctx context.Context, req *connect.Request[computev1.Li
 }
 
 func wirePool(p store.Pool) *computev1.Pool {
-	return &computev1.Pool{Id: p.ID, Name: p.Name, SiteId: p.SiteID}
+	out := &computev1.Pool{Id: p.ID, Name: p.Name, SiteId: p.SiteID}
+	if p.HardwareProfile != "" {
+		out.Policy = &computev1.PoolPolicy{HardwareProfile: p.HardwareProfile}
+	}
+	return out
 }
 
 type secretService struct{ *API }

@@ -6,15 +6,46 @@ import (
 	"connectrpc.com/connect"
 
 	"github.com/better-compute/site-appliance/appliance/api/computev1"
-	"github.com/better-compute/site-appliance/appliance/api/computev1/computev1connect"
 	"github.com/better-compute/site-appliance/appliance/gateway/api/apierr"
 	"github.com/better-compute/site-appliance/appliance/gateway/store"
 	"github.com/better-compute/site-appliance/appliance/gateway/workflow"
 )
 
-type workflowService struct {
-	*API
-	computev1connect.UnimplementedWorkflowServiceHandler
+type workflowService struct{ *API }
+
+// Start runs a profile's steps on a machine.
+func (s workflowService) Start(ctx context.Context, req *connect.Request[computev1.StartWorkflowRequest]) (*connect.Response[computev1.StartWorkflowResponse], error) {
+	in := req.Msg
+	if in.Profile == "" {
+		return nil, apierr.Invalid("profile is missing")
+	}
+	m, err := s.Store.Machine(ctx, in.TenantId, in.Machine)
+	if err != nil {
+		return nil, err
+	}
+	id, err := s.Workflows.StartProfile(ctx, in.Profile, m, traceparent())
+	if err != nil {
+		return nil, err
+	}
+	s.audit(ctx, m.SiteID, m.ID, "workflow.requested", map[string]string{"workflow": id, "profile": in.Profile})
+	return connect.NewResponse(&computev1.StartWorkflowResponse{WorkflowId: id}), nil
+}
+
+// Cancel ends a running workflow.
+func (s workflowService) Cancel(ctx context.Context, req *connect.Request[computev1.CancelWorkflowRequest]) (*connect.Response[computev1.CancelWorkflowResponse], error) {
+	w, err := s.Store.Workflow(ctx, req.Msg.TenantId, req.Msg.Id)
+	if err != nil {
+		return nil, err
+	}
+	if err := s.Workflows.Cancel(ctx, req.Msg.TenantId, w.ID); err != nil {
+		return nil, err
+	}
+	siteID := ""
+	if m, err := s.Store.Machine(ctx, w.TenantID, w.MachineID); err == nil {
+		siteID = m.SiteID
+	}
+	s.audit(ctx, siteID, w.MachineID, "workflow.cancelled", map[string]string{"workflow": w.ID})
+	return connect.NewResponse(&computev1.CancelWorkflowResponse{}), nil
 }
 
 // Get tells a workflow and its steps.
@@ -23,7 +54,7 @@ func (s workflowService) Get(ctx context.Context, req *connect.Request[computev1
 	if err != nil {
 		return nil, err
 	}
-	out, err := s.wireWorkflow(ctx, w)
+	out, err := s.wireWorkflow(ctx, w, true)
 	if err != nil {
 		return nil, err
 	}
@@ -41,7 +72,7 @@ func (s workflowService) List(ctx context.Context, req *connect.Request[computev
 	}
 	res := &computev1.ListWorkflowsResponse{}
 	for _, w := range workflows {
-		item, err := s.wireWorkflow(ctx, w)
+		item, err := s.wireWorkflow(ctx, w, false)
 		if err != nil {
 			return nil, err
 		}
@@ -50,14 +81,27 @@ func (s workflowService) List(ctx context.Context, req *connect.Request[computev
 	return connect.NewResponse(res), nil
 }
 
-func (s workflowService) wireWorkflow(ctx context.Context, w store.Workflow) (*computev1.Workflow, error) {
-	steps, err := s.Store.WorkflowSteps(ctx, w.ID)
+// wireWorkflow is a workflow as callers see it; only one at a time comes with
+// its results, which may be large.
+func (s workflowService) wireWorkflow(ctx context.Context, w store.Workflow, results bool) (*computev1.Workflow, error) {
+	read := s.Store.WorkflowStepStates
+	if results {
+		read = s.Store.WorkflowSteps
+	}
+	steps, err := read(ctx, w.ID)
 	if err != nil {
 		return nil, err
 	}
 	out := &computev1.Workflow{Id: w.ID, Name: w.Name, MachineId: w.MachineID, State: w.State, ErrorCode: w.ErrorCode, ErrorMessage: w.ErrorMessage}
 	for _, step := range steps {
 		item := &computev1.Step{Id: step.ID, Name: step.Name, State: step.State, StartedMs: unixMS(step.Started), EndedMs: unixMS(step.Ended)}
+		if results && step.State == store.StateDone {
+			answer, err := workflow.Result(step)
+			if err != nil {
+				return nil, err
+			}
+			item.ResultJson = string(answer)
+		}
 		if step.State == store.StateRunning {
 			item.Progress = s.Commands.Progress(workflow.CommandID(w.ID, step.ID, step.Attempt))
 			if item.Progress == "" {

@@ -9,6 +9,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"slices"
 	"strings"
 	"sync"
 	"time"
@@ -18,6 +19,7 @@ import (
 	"github.com/better-compute/site-appliance/appliance/agent/envelope"
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
+	"github.com/better-compute/site-appliance/appliance/gateway/module"
 	"github.com/better-compute/site-appliance/appliance/gateway/store"
 )
 
@@ -31,12 +33,14 @@ type Spec struct {
 	Kind         string
 	Lane         string // empty: the kind's own
 	Args         proto.Message
-	SecretRefs   []string
-	Timeout      time.Duration // zero: the kind's own; at most 24 h
-	WorkflowID   string
-	StepID       string
-	Attempt      uint32
-	Traceparent  string
+	// Raw is the arguments as bytes, instead of Args.
+	Raw         []byte
+	SecretRefs  []string
+	Timeout     time.Duration // zero: the kind's own; at most 24 h
+	WorkflowID  string
+	StepID      string
+	Attempt     uint32
+	Traceparent string
 }
 
 // Outcome is how a command ended: Err is nil when it did what was asked.
@@ -45,16 +49,9 @@ type Outcome struct {
 	Err    *errs.Error
 }
 
-// kinds holds lane and time-out of the kinds that ship.
-var kinds = map[string]struct {
-	lane    string
-	timeout time.Duration
-}{
-	"bmc.query":    {"query", time.Minute},
-	"bmc.boot":     {"power", 2 * time.Minute},
-	"bmc.power":    {"power", 2 * time.Minute},
-	"pxe.assign":   {"provision", 30 * time.Second},
-	"image.stream": {"transfer", time.Hour},
+// Kinds finds the command kinds that modules brought.
+type Kinds interface {
+	Kind(name string) (module.Kind, bool)
 }
 
 // grace is how long past its not_after the result of a command that an agent
@@ -65,6 +62,7 @@ const grace = 2 * time.Minute
 type Service struct {
 	store  *store.Store
 	signer envelope.Signer
+	kinds  Kinds
 	log    *slog.Logger
 
 	mu       sync.Mutex
@@ -80,10 +78,10 @@ type waiter struct {
 	count int
 }
 
-// New makes the service.
-func New(st *store.Store, signer envelope.Signer, log *slog.Logger) *Service {
+// New makes the service. It sends the given kinds and no others.
+func New(st *store.Store, signer envelope.Signer, kinds Kinds, log *slog.Logger) *Service {
 	return &Service{
-		store: st, signer: signer, log: log,
+		store: st, signer: signer, kinds: kinds, log: log,
 		waiters:  map[string]*waiter{},
 		watchers: map[string]map[chan struct{}]struct{}{},
 		progress: map[string]string{},
@@ -103,16 +101,37 @@ func (s *Service) Submit(ctx context.Context, spec Spec) (id string, err error) 
 }
 
 func (s *Service) submit(ctx context.Context, spec Spec) (string, error) {
-	kind := kinds[spec.Kind]
+	args := spec.Raw
+	if spec.Args != nil {
+		var err error
+		if args, err = (proto.MarshalOptions{Deterministic: true}).Marshal(spec.Args); err != nil {
+			return "", errs.New(errs.InvalidArgs, "encode arguments: %v", err)
+		}
+	}
+	if spec.ID != "" {
+		// A caller that comes back after a restart gets its command even if the
+		// agent, or the module with the kind, is gone since.
+		have, err := s.store.Command(ctx, spec.ID)
+		if err == nil {
+			return sameAs(have, spec, args)
+		}
+		if !errors.Is(err, store.ErrNotFound) {
+			return "", err
+		}
+	}
+	kind, known := s.kinds.Kind(spec.Kind)
+	if !known {
+		return "", errs.New(errs.UnknownKind, "no module of this gateway brings the kind %q", spec.Kind)
+	}
 	if spec.Lane == "" {
-		spec.Lane = kind.lane
+		spec.Lane = kind.Lane
 	}
 	if spec.Timeout == 0 {
-		spec.Timeout = kind.timeout
+		spec.Timeout = kind.Timeout
 	}
 	switch {
-	case spec.Lane == "":
-		return "", errs.New(errs.UnknownKind, "kind %q has no lane of its own, and none is given", spec.Kind)
+	case spec.Lane != kind.Lane:
+		return "", errs.New(errs.InvalidPayload, "%s travels in lane %q, not %q", spec.Kind, kind.Lane, spec.Lane)
 	case spec.Timeout <= 0 || spec.Timeout > envelope.MaxLife:
 		return "", errs.New(errs.InvalidPayload, "time-out %s: want more than nothing and at most %s", spec.Timeout, envelope.MaxLife)
 	}
@@ -121,28 +140,9 @@ func (s *Service) submit(ctx context.Context, spec Spec) (string, error) {
 			return "", errs.New(errs.InvalidPayload, "a secret reference does not begin with secret://")
 		}
 	}
-	var args []byte
-	if spec.Args != nil {
-		var err error
-		if args, err = (proto.MarshalOptions{Deterministic: true}).Marshal(spec.Args); err != nil {
-			return "", errs.New(errs.InvalidArgs, "encode arguments: %v", err)
-		}
-	}
 	hash, err := specHash(spec, args)
 	if err != nil {
 		return "", err
-	}
-	if spec.ID != "" {
-		// A caller that comes back after a restart gets its command even if
-		// the agent is gone since.
-		if have, err := s.store.Command(ctx, spec.ID); err == nil {
-			if string(have.SpecHash) != string(hash) {
-				return "", errs.New(errs.DuplicateMismatch, "command %s is there with other content", spec.ID)
-			}
-			return spec.ID, nil
-		} else if !errors.Is(err, store.ErrNotFound) {
-			return "", err
-		}
 	}
 	agent, err := s.store.Agent(ctx, spec.AgentID)
 	if errors.Is(err, store.ErrNotFound) {
@@ -153,6 +153,9 @@ func (s *Service) submit(ctx context.Context, spec Spec) (string, error) {
 	}
 	if err := MayAct(agent); err != nil {
 		return "", err
+	}
+	if !slices.Contains(kind.Roles, agent.Role) {
+		return "", errs.New(errs.RoleMismatch, "%s is not for an agent of this role", spec.Kind)
 	}
 	if agent.Incarnation() == "" {
 		return "", errs.Retry(errs.Unavailable, "the agent has not connected yet")
@@ -187,6 +190,21 @@ func (s *Service) submit(ctx context.Context, spec Spec) (string, error) {
 	default:
 	}
 	return c.ID, nil
+}
+
+// sameAs is the id of a command that is there, if spec asks for the same.
+func sameAs(have store.Command, spec Spec, args []byte) (string, error) {
+	if spec.Lane == "" {
+		spec.Lane = have.Lane
+	}
+	hash, err := specHash(spec, args)
+	if err != nil {
+		return "", err
+	}
+	if string(have.SpecHash) != string(hash) {
+		return "", errs.New(errs.DuplicateMismatch, "command %s is there with other content", spec.ID)
+	}
+	return spec.ID, nil
 }
 
 // specHash covers what a repeat must not change; trace and time-out may differ.

@@ -24,6 +24,8 @@ import (
 	"github.com/better-compute/site-appliance/appliance/api/agentv1/agentv1connect"
 	"github.com/better-compute/site-appliance/appliance/gateway"
 	"github.com/better-compute/site-appliance/appliance/gateway/keys"
+	"github.com/better-compute/site-appliance/appliance/gateway/metal"
+	"github.com/better-compute/site-appliance/appliance/gateway/provision"
 	"github.com/better-compute/site-appliance/appliance/gateway/sessions"
 )
 
@@ -54,6 +56,8 @@ type Gateway struct {
 	Clock    *Clock
 	Log      *slog.Logger
 	Timing   sessions.Timing
+	// Modules are the gateway's; New and Make set metal and provision.
+	Modules []gateway.Module
 	// Prepare, where set, runs between New and Serve: the place to add hooks and handlers.
 	Prepare func(*gateway.Gateway)
 
@@ -80,7 +84,11 @@ func Make(t testing.TB) *Gateway {
 		t.Fatal(err)
 	}
 	address := l.Addr().String()
-	g := &Gateway{Dir: t.TempDir(), URL: "https://" + address, Clock: &Clock{}, Log: slog.New(slog.NewTextHandler(io.Discard, nil)), Timing: sessions.DefaultTiming, t: t, address: address, listener: l}
+	hardware, err := metal.Module(metal.Options{})
+	if err != nil {
+		t.Fatal(err)
+	}
+	g := &Gateway{Modules: []gateway.Module{hardware, provision.Module()}, Dir: t.TempDir(), URL: "https://" + address, Clock: &Clock{}, Log: slog.New(slog.NewTextHandler(io.Discard, nil)), Timing: sessions.DefaultTiming, t: t, address: address, listener: l}
 	if _, err := keys.Init(g.Dir, []string{g.URL}, time.Now()); err != nil {
 		t.Fatal(err)
 	}
@@ -92,7 +100,7 @@ func Make(t testing.TB) *Gateway {
 func (g *Gateway) Start() {
 	g.t.Helper()
 	var err error
-	g.Gateway, err = gateway.New(g.Dir, gateway.Options{Log: g.Log, Now: g.Clock.Now, Timing: g.Timing})
+	g.Gateway, err = gateway.New(g.Dir, gateway.Options{Log: g.Log, Now: g.Clock.Now, Timing: g.Timing, Modules: g.Modules})
 	if err != nil {
 		g.t.Fatal(err)
 	}

@@ -13,14 +13,14 @@ import (
 	"strings"
 	"time"
 
-	"google.golang.org/protobuf/proto"
-
 	"github.com/better-compute/site-appliance/appliance/api/computev1"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/appliance/gateway/api/apierr"
+	"github.com/better-compute/site-appliance/appliance/gateway/module"
 	"github.com/better-compute/site-appliance/appliance/gateway/secretstore"
 	"github.com/better-compute/site-appliance/appliance/gateway/store"
 	"github.com/better-compute/site-appliance/bmc/bmcv1"
+	"github.com/better-compute/site-appliance/plugins/driver"
 	"github.com/better-compute/site-appliance/pxe/pxev1"
 )
 
@@ -41,7 +41,6 @@ const (
 )
 
 var (
-	driverID = regexp.MustCompile(`^[a-z][a-z0-9-]{0,63}$`)
 	hostName = regexp.MustCompile(`^[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*$`)
 )
 
@@ -51,8 +50,8 @@ func ParseBMC(tenantID string, b *computev1.Bmc) (store.BMC, error) {
 	switch {
 	case b.GetDriver() == "":
 		return store.BMC{}, apierr.Invalid("bmc.driver is missing")
-	case !driverID.MatchString(b.GetDriver()):
-		return store.BMC{}, apierr.Invalid("bmc.driver %q: want lower-case letters, digits and hyphens, a letter first", b.GetDriver())
+	case !driver.ValidID(b.GetDriver()):
+		return store.BMC{}, apierr.Invalid("bmc.driver %.80q: want lower-case letters, digits and hyphens, a letter first, at most 64", b.GetDriver())
 	case b.GetAddress() == "":
 		return store.BMC{}, apierr.Invalid("bmc.address is missing")
 	case !validAddress(b.GetAddress()):
@@ -173,33 +172,8 @@ var serves = map[string][]string{
 	"redfish": {GetPower, SetPower, SetBootDevice, "management.getBootDevice"},
 }
 
-// CheckVerb refuses up front what a driver cannot serve. A driver that metal
-// does not know is judged by the kinds that its site's agent reports for it;
-// one that neither names is not checked in advance. kinds is nil when the
-// agent does not report the driver.
-func CheckVerb(verb Verb, driver string, kinds []string) error {
-	operations, known := serves[driver]
-	for _, need := range needs[verb] {
-		concern, _, _ := strings.Cut(need, ".")
-		switch {
-		case known && !slices.Contains(operations, need):
-			return apierr.Cannot("bmc-driver-unsupported", "%s needs %s, which driver %s does not serve", verb, need, driver)
-		case !known && kinds != nil && !slices.Contains(kinds, concern):
-			return apierr.Cannot("bmc-driver-unsupported", "%s needs %s, and the site's driver %s does not serve %s", verb, need, driver, concern)
-		}
-	}
-	return nil
-}
-
 // Command is what one command says, whoever sends it.
-type Command struct {
-	Kind, Lane string
-	Args       proto.Message
-	SecretRefs []string
-	Timeout    time.Duration
-	// RetrySafe says that running it twice does no harm.
-	RetrySafe bool
-}
+type Command = module.Command
 
 func operation(b store.BMC, name, args string) *bmcv1.BmcOperationRequest {
 	return &bmcv1.BmcOperationRequest{

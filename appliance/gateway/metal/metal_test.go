@@ -114,7 +114,13 @@ func TestMACsFitTheBox(t *testing.T) {
 	}
 }
 
+// TestCheckVerb: metal's own knowledge counts first, then the configuration,
+// then what the site's agent says; nobody's word is no refusal.
 func TestCheckVerb(t *testing.T) {
+	m, err := New(Options{BMCDrivers: map[string][]string{"conf-bmc": {GetPower, SetPower}}})
+	if err != nil {
+		t.Fatal(err)
+	}
 	for _, c := range []struct {
 		verb   Verb
 		driver string
@@ -123,15 +129,19 @@ func TestCheckVerb(t *testing.T) {
 	}{
 		{VerbDeploy, "ipmi", nil, true},
 		{VerbDeploy, "redfish", nil, true},
+		{VerbDeploy, "redfish", []string{"power"}, true}, // what an agent says of it does not count
 		{VerbGetPower, "ipmi", []string{"power"}, true},
+		{VerbGetPower, "conf-bmc", nil, true},
+		{VerbSetPower, "conf-bmc", []string{"management"}, true},
+		{VerbBoot, "conf-bmc", nil, false},
+		{VerbBoot, "conf-bmc", []string{"power", "management"}, false}, // the configuration comes first
 		{VerbSetPower, "acme-bmc", []string{"power"}, true},
 		{VerbBoot, "acme-bmc", []string{"power"}, false},
 		{VerbDeploy, "acme-bmc", []string{"power"}, false},
 		{VerbInspect, "acme-bmc", []string{"power", "management"}, true},
-		{VerbGetPower, "acme-bmc", []string{}, false},
-		{VerbDeploy, "unheard-of", nil, true}, // nobody knows: not checked in advance
+		{VerbDeploy, "unheard-of", nil, true}, // not checked in advance
 	} {
-		err := CheckVerb(c.verb, c.driver, c.kinds)
+		err := m.CheckVerb(c.verb, c.driver, c.kinds)
 		var e *apierr.Error
 		if (err == nil) != c.want || (err != nil && (!errors.As(err, &e) || e.Code != apierr.Unsupported || e.Reason != "bmc-driver-unsupported")) {
 			t.Errorf("CheckVerb(%s, %s, %q) = %v, want ok %t", c.verb, c.driver, c.kinds, err, c.want)

@@ -6,6 +6,8 @@ import (
 	"encoding/json"
 	"fmt"
 	"time"
+
+	"github.com/better-compute/site-appliance/plugins/driver/binding"
 )
 
 // BMC is how a machine's management controller is reached. The credential is
@@ -24,6 +26,10 @@ type Machine struct {
 	HardwareJSON                       string
 	Created                            time.Time
 	Assignment                         Assignment
+	// Drivers are the machine's bindings by kind; HardwareProfile is where they
+	// partly came from, or empty.
+	Drivers         map[string]binding.Binding
+	HardwareProfile string
 }
 
 // Assignment is a machine's part of its site's pxe.assign snapshot.
@@ -38,10 +44,14 @@ type Assignment struct {
 // name, or the site has one with one of its MACs.
 func (s *Store) AddMachine(ctx context.Context, m Machine) error {
 	err := s.write(ctx, func(tx *sql.Tx) error {
-		_, err := tx.ExecContext(ctx, `INSERT INTO machines (id, tenant_id, name, pool_id, site_id, driver, address, credentials_ref,
-			tls_spki_sha256, driver_options, product_uuid, state, created_ms) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`,
+		drivers, err := encodeBindings(m.Drivers)
+		if err != nil {
+			return err
+		}
+		_, err = tx.ExecContext(ctx, `INSERT INTO machines (id, tenant_id, name, pool_id, site_id, driver, address, credentials_ref,
+			tls_spki_sha256, driver_options, product_uuid, state, created_ms, hardware_profile, drivers) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`,
 			m.ID, m.TenantID, m.Name, m.PoolID, m.SiteID, m.BMC.Driver, m.BMC.Address, m.BMC.CredentialsRef,
-			m.BMC.TLSSPKISHA256, m.BMC.DriverOptions, m.ProductUUID, m.State, toMS(m.Created))
+			m.BMC.TLSSPKISHA256, m.BMC.DriverOptions, m.ProductUUID, m.State, toMS(m.Created), m.HardwareProfile, drivers)
 		if err != nil {
 			return taken(err)
 		}
@@ -60,22 +70,25 @@ func (s *Store) AddMachine(ctx context.Context, m Machine) error {
 }
 
 const machineSelect = `SELECT id, tenant_id, name, pool_id, site_id, driver, address, credentials_ref, tls_spki_sha256, driver_options,
-	product_uuid, state, hardware_json, created_ms, action, purpose, window_id, window_until_ms, artifacts,
+	product_uuid, state, hardware_json, created_ms, action, purpose, window_id, window_until_ms, artifacts, hardware_profile, drivers,
 	(SELECT json_group_array(mac) FROM (SELECT mac FROM machine_macs WHERE machine_id = machines.id ORDER BY mac)) FROM machines `
 
 func scanMachine(row scanner) (Machine, error) {
 	var m Machine
 	var created, until int64
-	var artifacts, macs string
+	var artifacts, drivers, macs string
 	a := &m.Assignment
 	err := row.Scan(&m.ID, &m.TenantID, &m.Name, &m.PoolID, &m.SiteID, &m.BMC.Driver, &m.BMC.Address, &m.BMC.CredentialsRef,
 		&m.BMC.TLSSPKISHA256, &m.BMC.DriverOptions, &m.ProductUUID, &m.State, &m.HardwareJSON, &created,
-		&a.Action, &a.Purpose, &a.WindowID, &until, &artifacts, &macs)
+		&a.Action, &a.Purpose, &a.WindowID, &until, &artifacts, &m.HardwareProfile, &drivers, &macs)
 	if err == nil {
 		err = json.Unmarshal([]byte(artifacts), &a.Artifacts)
 	}
 	if err == nil {
 		err = json.Unmarshal([]byte(macs), &m.MACs)
+	}
+	if err == nil {
+		m.Drivers, err = decodeBindings(drivers)
 	}
 	m.Created, a.WindowUntil = fromMS(created), fromMS(until)
 	return m, err

@@ -15,7 +15,9 @@ type Site struct {
 // Pool groups machines of one site.
 type Pool struct {
 	ID, TenantID, Name, SiteID string
-	Created                    time.Time
+	// HardwareProfile is what its machines take where they name none; empty: none.
+	HardwareProfile string
+	Created         time.Time
 }
 
 // AddSite stores a site; ErrConflict when the tenant has one of that name.
@@ -59,20 +61,20 @@ func (s *Store) Sites(ctx context.Context, tenantID string) ([]Site, error) {
 
 // AddPool stores a pool; ErrConflict when the tenant has one of that name.
 func (s *Store) AddPool(ctx context.Context, p Pool) error {
-	_, err := s.w.ExecContext(ctx, `INSERT INTO pools (id, tenant_id, name, site_id, created_ms) VALUES (?, ?, ?, ?, ?)`,
-		p.ID, p.TenantID, p.Name, p.SiteID, toMS(p.Created))
+	_, err := s.w.ExecContext(ctx, `INSERT INTO pools (id, tenant_id, name, site_id, created_ms, hardware_profile) VALUES (?, ?, ?, ?, ?, ?)`,
+		p.ID, p.TenantID, p.Name, p.SiteID, toMS(p.Created), p.HardwareProfile)
 	if err != nil {
 		return fmt.Errorf("add pool %s: %w", p.Name, taken(err))
 	}
 	return nil
 }
 
-const poolColumns = `id, tenant_id, name, site_id, created_ms`
+const poolColumns = `id, tenant_id, name, site_id, created_ms, hardware_profile`
 
 func scanPool(row scanner) (Pool, error) {
 	var p Pool
 	var created int64
-	err := row.Scan(&p.ID, &p.TenantID, &p.Name, &p.SiteID, &created)
+	err := row.Scan(&p.ID, &p.TenantID, &p.Name, &p.SiteID, &created, &p.HardwareProfile)
 	p.Created = fromMS(created)
 	return p, err
 }

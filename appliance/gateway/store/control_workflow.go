@@ -3,6 +3,7 @@ package store
 import (
 	"context"
 	"database/sql"
+	"errors"
 	"fmt"
 	"time"
 )
@@ -36,7 +37,8 @@ type WorkflowStep struct {
 }
 
 // AddWorkflow stores a running workflow with its steps and sets its machine's
-// state and records the event; ErrConflict when the machine has a running one.
+// state, unless that is empty, and records the event; ErrConflict when the
+// machine has a running one.
 func (s *Store) AddWorkflow(ctx context.Context, w Workflow, steps []WorkflowStep, machineState string, e Event) error {
 	err := s.write(ctx, func(tx *sql.Tx) error {
 		_, err := tx.ExecContext(ctx, `INSERT INTO workflows (id, tenant_id, name, machine_id, state, params, created_ms)
@@ -51,9 +53,11 @@ func (s *Store) AddWorkflow(ctx context.Context, w Workflow, steps []WorkflowSte
 				return fmt.Errorf("step %s: %w", step.ID, err)
 			}
 		}
-		_, err = tx.ExecContext(ctx, `UPDATE machines SET state = ? WHERE id = ?`, machineState, w.MachineID)
-		if err != nil {
-			return err
+		if machineState != "" {
+			_, err = tx.ExecContext(ctx, `UPDATE machines SET state = ? WHERE id = ?`, machineState, w.MachineID)
+			if err != nil {
+				return err
+			}
 		}
 		return s.addEvent(ctx, tx, e)
 	})
@@ -97,13 +101,16 @@ func (s *Store) addEvent(ctx context.Context, tx *sql.Tx, e Event) error {
 
 // EndWorkflow stores a workflow's end, its machine's state and the event. A failed one
 // also ends its running step as failed, and gives the machine back to its own
-// disk in the site's next snapshot.
+// disk in the site's next snapshot. With an empty state the machine stays as it is.
 func (s *Store) EndWorkflow(ctx context.Context, w Workflow, machineState string, e Event) error {
 	err := s.write(ctx, func(tx *sql.Tx) error {
-		_, err := tx.ExecContext(ctx, `UPDATE workflows SET state = ?, error_code = ?, error_message = ?, ended_ms = ? WHERE id = ?`,
-			w.State, w.ErrorCode, w.ErrorMessage, toMS(w.Ended), w.ID)
+		res, err := tx.ExecContext(ctx, `UPDATE workflows SET state = ?, error_code = ?, error_message = ?, ended_ms = ? WHERE id = ? AND state = ?`,
+			w.State, w.ErrorCode, w.ErrorMessage, toMS(w.Ended), w.ID, StateRunning)
 		if err != nil {
 			return err
+		}
+		if n, err := res.RowsAffected(); err != nil || n == 0 {
+			return errors.Join(err, ErrConflict)
 		}
 		if w.State == StateFailed {
 			_, err = tx.ExecContext(ctx, `UPDATE workflow_steps SET state = ?, ended_ms = ? WHERE workflow_id = ? AND state = ?`,
@@ -111,6 +118,11 @@ func (s *Store) EndWorkflow(ctx context.Context, w Workflow, machineState string
 			if err != nil {
 				return err
 			}
+		}
+		if machineState == "" {
+			return s.addEvent(ctx, tx, e)
+		}
+		if w.State == StateFailed {
 			_, err = tx.ExecContext(ctx, `UPDATE machines SET action = 'local-disk', purpose = '', window_id = '', window_until_ms = 0,
 				artifacts = '[]' WHERE id = ?`, w.MachineID)
 			if err != nil {
@@ -125,6 +137,19 @@ func (s *Store) EndWorkflow(ctx context.Context, w Workflow, machineState string
 	})
 	if err != nil {
 		return fmt.Errorf("end workflow %s: %w", w.ID, err)
+	}
+	return nil
+}
+
+// SetWorkflowParams replaces the parameters of a running workflow; ErrNotFound
+// where it does not run.
+func (s *Store) SetWorkflowParams(ctx context.Context, id string, params []byte) error {
+	res, err := s.w.ExecContext(ctx, `UPDATE workflows SET params = ? WHERE id = ? AND state = ?`, params, id, StateRunning)
+	if err != nil {
+		return fmt.Errorf("set parameters of workflow %s: %w", id, err)
+	}
+	if n, err := res.RowsAffected(); err != nil || n != 1 {
+		return fmt.Errorf("set parameters of workflow %s: %w", id, ErrNotFound)
 	}
 	return nil
 }
@@ -167,15 +192,26 @@ func (s *Store) RunningWorkflows(ctx context.Context) ([]Workflow, error) {
 	return workflows, nil
 }
 
+const stepSelect = `SELECT workflow_id, seq, id, name, state, attempt, started_ms, ended_ms, %s FROM workflow_steps WHERE workflow_id = ? ORDER BY seq`
+
 // WorkflowSteps lists a workflow's steps in order.
 func (s *Store) WorkflowSteps(ctx context.Context, workflowID string) ([]WorkflowStep, error) {
+	return s.steps(ctx, workflowID, "data")
+}
+
+// WorkflowStepStates is WorkflowSteps without their data, which may be large.
+func (s *Store) WorkflowStepStates(ctx context.Context, workflowID string) ([]WorkflowStep, error) {
+	return s.steps(ctx, workflowID, "x''")
+}
+
+func (s *Store) steps(ctx context.Context, workflowID, data string) ([]WorkflowStep, error) {
 	steps, err := list(ctx, s.r, func(row scanner) (WorkflowStep, error) {
 		var step WorkflowStep
 		var started, ended int64
 		err := row.Scan(&step.WorkflowID, &step.Seq, &step.ID, &step.Name, &step.State, &step.Attempt, &started, &ended, &step.Data)
 		step.Started, step.Ended = fromMS(started), fromMS(ended)
 		return step, err
-	}, `SELECT workflow_id, seq, id, name, state, attempt, started_ms, ended_ms, data FROM workflow_steps WHERE workflow_id = ? ORDER BY seq`, workflowID)
+	}, fmt.Sprintf(stepSelect, data), workflowID)
 	if err != nil {
 		return nil, fmt.Errorf("steps of workflow %s: %w", workflowID, err)
 	}

@@ -8,6 +8,7 @@ import (
 	"time"
 
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
+	"github.com/better-compute/site-appliance/appliance/gateway/placement"
 )
 
 // AgentState says what an identity may do.
@@ -141,7 +142,8 @@ func errOr(err, other error) error {
 // ErrCloned says that a boot_id came back after a newer one was heard.
 var ErrCloned = fmt.Errorf("a boot that ended is back: two boxes share one identity")
 
-// Greeted records a Hello and answers the agent as it is now. A boot_id that
+// Greeted records a Hello, with the labels that it makes, and answers the agent
+// as it is now. A boot_id that
 // was heard before the current one marks the agent as cloned: ErrCloned.
 func (s *Store) Greeted(ctx context.Context, id string, h *agentv1.Hello) (Agent, error) {
 	drivers, err := json.Marshal(h.Drivers)
@@ -180,6 +182,9 @@ func (s *Store) Greeted(ctx context.Context, id string, h *agentv1.Hello) (Agent
 			session_epoch = session_epoch + 1, last_seen_ms = ?, event_epoch = ?, event_acked = ? WHERE id = ?`,
 			h.Version, h.BootId, h.JournalEpoch, drivers, string(capabilities), h.ClockSource, s.nowMs(), h.EventEpoch, agent.EventAcked, id)
 		if err != nil {
+			return err
+		}
+		if err := setLabels(ctx, tx, id, placement.Labels(h.Drivers, h.Capabilities)); err != nil {
 			return err
 		}
 		agent, err = scanAgent(tx.QueryRowContext(ctx, `SELECT `+agentColumns+` FROM agents WHERE id = ?`, id))

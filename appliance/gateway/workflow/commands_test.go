@@ -25,13 +25,18 @@ func (s testSigner) Sign(msg []byte) ([]byte, error) {
 	return ed25519.Sign(s.key, msg), nil
 }
 
+func newSigner(t *testing.T) testSigner {
+	t.Helper()
+	_, key, err := ed25519.GenerateKey(nil)
+	must(t, err)
+	return testSigner{key}
+}
+
 // TestReattach: with the real command service, an engine that comes back finds
 // its command again, neither refused as another one nor sent a second time.
 func TestReattach(t *testing.T) {
 	w := newWorld(t)
-	_, key, err := ed25519.GenerateKey(nil)
-	must(t, err)
-	service := commands.New(w.store, testSigner{key}, slog.New(slog.DiscardHandler))
+	service := commands.New(w.store, newSigner(t), modules(t), slog.New(slog.DiscardHandler))
 	engine := func() *Engine {
 		c := w.engine().Config
 		c.Commands = service
@@ -99,7 +104,7 @@ func TestOneSite(t *testing.T) {
 	}
 	e := New(w.engine().Config)
 	e.Commands = watch{w, func(spec commands.Spec) {
-		if a, ok := spec.Args.(*pxev1.AssignRequest); ok {
+		if a, ok := decodeArgs(t, spec).(*pxev1.AssignRequest); ok {
 			mu.Lock()
 			defer mu.Unlock()
 			versions = append(versions, a.Version)

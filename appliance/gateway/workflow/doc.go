@@ -11,5 +11,18 @@
 // one that does no harm when it runs twice. Anything else fails the workflow,
 // which gives the machine back to its own disk.
 //
+// A profile of a module is a workflow too. A step of it that a module registered
+// relays a typed command; any other is <concern>.<operation> of the driver that
+// the profile binds to the concern, and goes out as one driver.invoke. What the
+// profile said when the workflow began is kept with it, so that a change of the
+// profile changes no procedure half way. A driver.invoke is tried again only where
+// it surely did not run, or where its operation is retry-safe and its error may pass.
+//
+// The engine is our own on the store instead of a job queue such as River: a
+// step's row, with the signed command that it stands for, is all that a restart
+// needs, in the same transaction as the machine's and the site's rows. A queue
+// would bring a second schema and a worker model beside it, and its retries, which
+// know nothing of what a command may have done, would have to be turned off.
+//
 // One process runs one engine over a store.
 package workflow

@@ -1,6 +1,7 @@
 package workflow
 
 import (
+	"bytes"
 	"context"
 	"encoding/json"
 	"errors"
@@ -17,6 +18,7 @@ import (
 	"github.com/better-compute/site-appliance/appliance/gateway/api/apierr"
 	"github.com/better-compute/site-appliance/appliance/gateway/commands"
 	"github.com/better-compute/site-appliance/appliance/gateway/metal"
+	"github.com/better-compute/site-appliance/appliance/gateway/module"
 	"github.com/better-compute/site-appliance/appliance/gateway/store"
 )
 
@@ -25,6 +27,7 @@ import (
 type Commands interface {
 	Submit(ctx context.Context, spec commands.Spec) (id string, err error)
 	Wait(ctx context.Context, id string) (commands.Outcome, error)
+	Cancel(ctx context.Context, id string) error
 }
 
 // Enroller opens boot windows and mints the join strings of nodes.
@@ -40,7 +43,9 @@ type Secrets interface {
 
 // Config is what an engine works with.
 type Config struct {
-	Store    *store.Store
+	Store *store.Store
+	// Modules bring the kinds, steps and profiles that workflows are made of.
+	Modules  *module.Set
 	Commands Commands
 	Enrol    Enroller
 	Secrets  Secrets
@@ -69,6 +74,7 @@ type Engine struct {
 	notes  map[string]string        // workflow id -> what its step waits for
 	sites  map[string]chan struct{} // site id -> a lock of capacity one
 	active map[string]bool
+	stops  map[string]context.CancelCauseFunc // of active workflows
 }
 
 // New makes an engine; Run runs it.
@@ -81,7 +87,7 @@ func New(c Config) *Engine {
 	}
 	return &Engine{
 		Config: c, kick: make(chan struct{}, 1), grace: time.Minute, pause: 10 * time.Second, between: backoff.Policy{Min: 2 * time.Second, Max: 30 * time.Second, Rand: rand.Float64},
-		woken: make(chan struct{}), notes: map[string]string{}, sites: map[string]chan struct{}{}, active: map[string]bool{},
+		woken: make(chan struct{}), notes: map[string]string{}, sites: map[string]chan struct{}{}, active: map[string]bool{}, stops: map[string]context.CancelCauseFunc{},
 	}
 }
 
@@ -105,6 +111,10 @@ type Params struct {
 	DiskSerial        string   `json:"disk_serial,omitempty"`
 	Hostname          string   `json:"hostname,omitempty"`
 	SSHAuthorizedKeys []string `json:"ssh_authorized_keys,omitempty"`
+	// Of a profile: what it said when the workflow began.
+	Plan []Planned `json:"plan,omitempty"`
+	// Cancelled says that a person ended it.
+	Cancelled bool `json:"cancelled,omitempty"`
 }
 
 // Image is the artifact as it was when the workflow began: a name that is
@@ -117,27 +127,51 @@ type Image struct {
 	UnpackedSizeBytes uint64 `json:"unpacked_size_bytes"`
 }
 
-// Start stores a workflow for a machine and has it run. The window's fields
-// are the engine's to set.
+// Start stores a workflow of the engine's own for a machine and has it run. The
+// window's fields are the engine's to set.
 func (e *Engine) Start(ctx context.Context, name string, m store.Machine, p Params) (id string, err error) {
 	actions, err := plan(name)
 	if err != nil {
 		return "", err
 	}
-	now := e.Store.Now()
-	p.WindowID, p.WindowUntil = e.Store.NewID("win"), now.Add(windowLength(name)).Truncate(time.Millisecond)
-	params, err := json.Marshal(p)
-	if err != nil {
-		return "", fmt.Errorf("start workflow: %w", err)
+	for _, kind := range kindsOf(name) {
+		if _, known := e.Modules.Kind(kind); !known {
+			return "", apierr.Cannot("module-missing", "%s sends %s, and the module that brings it is left out", name, kind)
+		}
 	}
-	w := store.Workflow{ID: e.Store.NewID("wf"), TenantID: m.TenantID, Name: name, MachineID: m.ID, State: store.StateRunning, Params: params, Created: now}
-	var steps []store.WorkflowStep
-	for i, a := range actions {
-		steps = append(steps, store.WorkflowStep{WorkflowID: w.ID, Seq: i, ID: fmt.Sprintf("main.%d", i), Name: a.name})
-	}
+	p.WindowID, p.WindowUntil = e.Store.NewID("win"), e.Store.Now().Add(windowLength(name)).Truncate(time.Millisecond)
 	state := metal.Inspecting
 	if name == Deploy {
 		state = metal.Deploying
+	}
+	var names []string
+	for _, a := range actions {
+		names = append(names, a.name)
+	}
+	return e.begin(ctx, name, m, p, names, state)
+}
+
+// encode is JSON that leaves values inside it as they were written.
+func encode(v any) ([]byte, error) {
+	var out bytes.Buffer
+	enc := json.NewEncoder(&out)
+	enc.SetEscapeHTML(false)
+	if err := enc.Encode(v); err != nil {
+		return nil, err
+	}
+	return bytes.TrimSuffix(out.Bytes(), []byte("\n")), nil
+}
+
+// begin stores a workflow and has it run; an empty state leaves the machine's as it is.
+func (e *Engine) begin(ctx context.Context, name string, m store.Machine, p Params, names []string, state string) (id string, err error) {
+	params, err := encode(p)
+	if err != nil {
+		return "", fmt.Errorf("start workflow: %w", err)
+	}
+	w := store.Workflow{ID: e.Store.NewID("wf"), TenantID: m.TenantID, Name: name, MachineID: m.ID, State: store.StateRunning, Params: params, Created: e.Store.Now()}
+	var steps []store.WorkflowStep
+	for i, name := range names {
+		steps = append(steps, store.WorkflowStep{WorkflowID: w.ID, Seq: i, ID: fmt.Sprintf("main.%d", i), Name: name})
 	}
 	begun, err := event(w, m.SiteID, "workflow.started")
 	if err != nil {
@@ -220,11 +254,15 @@ func (e *Engine) launch(ctx context.Context, wg *sync.WaitGroup) error {
 			continue
 		}
 		e.active[w.ID] = true
+		mine, stop := context.WithCancelCause(ctx)
+		e.stops[w.ID] = stop
 		wg.Go(func() {
-			e.execute(ctx, w)
+			e.execute(ctx, mine, w)
+			stop(nil)
 			e.note(w.ID, "")
 			e.mu.Lock()
 			delete(e.active, w.ID)
+			delete(e.stops, w.ID)
 			e.mu.Unlock()
 			if ctx.Err() == nil {
 				select {
@@ -241,22 +279,42 @@ func (e *Engine) launch(ctx context.Context, wg *sync.WaitGroup) error {
 // running, and is taken up again.
 var errParked = errors.New("parked")
 
-// wait holds a workflow back that the store does not take now: it is taken up
-// again at once where this returns.
+// wait holds a workflow back that the store does not read or take now: it is taken
+// up again at once where this returns.
 func (e *Engine) wait(ctx context.Context, log *slog.Logger, err error) {
-	log.Error("workflow waits: its state cannot be stored", "err", err)
+	log.Error("workflow waits: its state cannot be read or stored", "err", err)
 	select {
 	case <-ctx.Done():
 	case <-time.After(e.pause):
 	}
 }
 
-// execute runs a workflow from its first unfinished step to its end.
-func (e *Engine) execute(ctx context.Context, w store.Workflow) {
+// execute runs a workflow from its first unfinished step to its end. mine ends
+// with ctx, or when the workflow is cancelled.
+func (e *Engine) execute(ctx, mine context.Context, w store.Workflow) {
 	log := e.Log.With("workflow", w.ID, "name", w.Name, "machine", w.MachineID)
+	// Read again now that a cancel finds it running: one that came before is in the
+	// store. So is its end, if it ended between being listed and being taken up.
+	w, err := e.Store.Workflow(ctx, w.TenantID, w.ID)
+	if err != nil {
+		if ctx.Err() == nil {
+			e.wait(ctx, log, err)
+		}
+		return
+	}
+	if w.State != store.StateRunning {
+		return
+	}
 	r, err := e.load(ctx, w, log)
-	if err == nil {
-		err = r.all(ctx)
+	switch {
+	case err != nil:
+	case r.params.Cancelled:
+		err = r.cancelled(ctx)
+	default:
+		err = r.all(mine)
+		if ctx.Err() == nil && mine.Err() != nil {
+			err = r.cancelled(ctx)
+		}
 	}
 	if ctx.Err() != nil {
 		return // unfinished on purpose
@@ -267,6 +325,7 @@ func (e *Engine) execute(ctx context.Context, w store.Workflow) {
 	}
 	w.Ended = e.Store.Now()
 	w.State = store.StateDone
+	profile := r != nil && len(r.params.Plan) > 0
 	state := metal.Inspected
 	if w.Name == Deploy {
 		state = metal.Deployed
@@ -276,11 +335,14 @@ func (e *Engine) execute(ctx context.Context, w store.Workflow) {
 		w.State, w.ErrorCode, w.ErrorMessage = store.StateFailed, string(failure.Code), failure.Message
 		state = metal.Failed
 		// Before the end is stored: after it, another workflow may own the machine.
-		if r != nil {
+		if r != nil && !profile {
 			if err := r.release(ctx); err != nil && ctx.Err() == nil {
 				log.Warn("the box was not told to give the machine back to its own disk: its boot window ends by itself", "err", err, "window", r.params.WindowID)
 			}
 		}
+	}
+	if profile {
+		state = "" // a profile's steps say nothing about what the machine is
 	}
 	siteID := ""
 	if r != nil {

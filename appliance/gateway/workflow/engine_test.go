@@ -25,9 +25,12 @@ import (
 	"github.com/better-compute/site-appliance/appliance/base/secret"
 	"github.com/better-compute/site-appliance/appliance/gateway/commands"
 	"github.com/better-compute/site-appliance/appliance/gateway/metal"
+	"github.com/better-compute/site-appliance/appliance/gateway/module"
+	"github.com/better-compute/site-appliance/appliance/gateway/provision"
 	"github.com/better-compute/site-appliance/appliance/gateway/store"
 	"github.com/better-compute/site-appliance/bmc/bmcv1"
 	"github.com/better-compute/site-appliance/image/imagev1"
+	"github.com/better-compute/site-appliance/plugins/driver/invocation"
 	"github.com/better-compute/site-appliance/pxe/pxev1"
 )
 
@@ -59,6 +62,18 @@ type world struct {
 	crash      context.CancelFunc
 	crashed    string
 	silent     bool // the ramdisk reports no hardware
+
+	profiles []module.Profile
+	invoke   func(r invocation.Request, spec commands.Spec) (string, *errs.Error) // what a driver does
+	cancels  []string                                                             // commands that were to be stopped
+}
+
+// modules are those of a whole gateway.
+func modules(t *testing.T, profiles ...module.Profile) *module.Set {
+	t.Helper()
+	set, err := module.Join(module.Module{Name: "metal", Kinds: metal.Kinds()}, provision.Module(profiles...))
+	must(t, err)
+	return set
 }
 
 type sent struct {
@@ -145,9 +160,14 @@ func (w *world) submit(spec *commands.Spec) {
 		spec.ID = fmt.Sprintf("cmd_%d", w.n)
 	}
 	if have := w.commands[spec.ID]; have != nil {
-		if !proto.Equal(have.spec.Args, spec.Args) || have.spec.AgentID != spec.AgentID {
+		if !bytes.Equal(have.spec.Raw, spec.Raw) || have.spec.AgentID != spec.AgentID {
 			w.t.Errorf("command %s was submitted twice with different content", spec.ID)
 		}
+		return
+	}
+	if spec.Kind == invocation.Kind {
+		result, e := w.drive(*spec)
+		w.commands[spec.ID] = &sent{spec: *spec, outcome: commands.Outcome{Result: []byte(result), Err: e}}
 		return
 	}
 	result, e := w.run(*spec)
@@ -161,6 +181,24 @@ func (w *world) submit(spec *commands.Spec) {
 	w.commands[spec.ID] = c
 }
 
+// decodeArgs is what a command says.
+func decodeArgs(t *testing.T, spec commands.Spec) proto.Message {
+	t.Helper()
+	var m proto.Message
+	switch spec.Kind {
+	case "bmc.query", "bmc.boot", "bmc.power", "bmc.media":
+		m = new(bmcv1.BmcOperationRequest)
+	case "pxe.assign":
+		m = new(pxev1.AssignRequest)
+	case "image.stream":
+		m = new(imagev1.StreamRequest)
+	default:
+		return nil
+	}
+	must(t, proto.Unmarshal(spec.Raw, m))
+	return m
+}
+
 // run does what the agents would.
 func (w *world) run(spec commands.Spec) (proto.Message, *errs.Error) {
 	w.nth[spec.Kind]++
@@ -169,7 +207,7 @@ func (w *world) run(spec commands.Spec) (proto.Message, *errs.Error) {
 			return nil, e
 		}
 	}
-	switch args := spec.Args.(type) {
+	switch args := decodeArgs(w.t, spec).(type) {
 	case *pxev1.AssignRequest:
 		if w.assigned != nil && args.Version < w.assigned.Version {
 			return nil, errs.New(errs.InvalidArgs, "snapshot %d is older than %d", args.Version, w.assigned.Version)
@@ -244,10 +282,23 @@ func (w *world) Wait(ctx context.Context, id string) (commands.Outcome, error) {
 	w.mu.Lock()
 	c := w.commands[id]
 	w.mu.Unlock()
+	if c == nil {
+		return commands.Outcome{}, store.ErrNotFound
+	}
 	if err := w.point(ctx, "outcome of "+c.spec.Kind+" of "+c.spec.StepID); err != nil {
 		return commands.Outcome{}, err
 	}
 	return c.outcome, nil
+}
+
+func (w *world) Cancel(_ context.Context, id string) error {
+	w.mu.Lock()
+	defer w.mu.Unlock()
+	if w.commands[id] == nil {
+		return store.ErrNotFound
+	}
+	w.cancels = append(w.cancels, id)
+	return nil
 }
 
 func (w *world) OpenWindow(ctx context.Context, siteID, machineID, windowID, purpose string, until time.Time) error {
@@ -283,7 +334,7 @@ func (w *world) Online(id string) bool {
 }
 
 func (w *world) engine() *Engine {
-	e := New(Config{Store: w.store, Commands: w, Enrol: w, Secrets: w, Online: w.Online, Log: slog.New(slog.DiscardHandler), Poll: 2 * time.Millisecond})
+	e := New(Config{Store: w.store, Modules: modules(w.t, w.profiles...), Commands: w, Enrol: w, Secrets: w, Online: w.Online, Log: slog.New(slog.DiscardHandler), Poll: 2 * time.Millisecond})
 	e.between = backoff.Policy{Min: time.Millisecond, Max: time.Millisecond}
 	return e
 }

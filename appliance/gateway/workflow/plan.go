@@ -58,3 +58,24 @@ func windowLength(name string) time.Duration {
 	}
 	return time.Hour
 }
+
+// kindsOf are the command kinds that a workflow sends.
+func kindsOf(name string) []string {
+	kinds := []string{"bmc.query", "bmc.boot", "bmc.power", "pxe.assign"}
+	if name == Deploy {
+		kinds = append(kinds, "image.stream")
+	}
+	return kinds
+}
+
+// plan is the workflow's own: a profile's as it was when the workflow began.
+func (r *run) plan() ([]action, error) {
+	if len(r.params.Plan) == 0 {
+		return plan(r.w.Name)
+	}
+	var actions []action
+	for _, p := range r.params.Plan {
+		actions = append(actions, action{p.Uses, p.Timeout + resultGrace, func(ctx context.Context, r *run) error { return r.profileStep(ctx, p) }})
+	}
+	return actions, nil
+}

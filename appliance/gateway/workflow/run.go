@@ -15,9 +15,6 @@ import (
 	"github.com/better-compute/site-appliance/appliance/gateway/commands"
 	"github.com/better-compute/site-appliance/appliance/gateway/metal"
 	"github.com/better-compute/site-appliance/appliance/gateway/store"
-	"github.com/better-compute/site-appliance/bmc/bmcv1"
-	"github.com/better-compute/site-appliance/image/imagev1"
-	"github.com/better-compute/site-appliance/pxe/pxev1"
 )
 
 // run is a workflow while it runs.
@@ -36,6 +33,20 @@ type run struct {
 type stepData struct {
 	// Command is the one of the current attempt; nil before it is decided.
 	Command *savedCommand `json:"command,omitempty"`
+	// Result is what a done step answered.
+	Result json.RawMessage `json:"result,omitempty"`
+}
+
+// Result is the JSON that a done step answered, or nothing.
+func Result(step store.WorkflowStep) (json.RawMessage, error) {
+	var data stepData
+	if len(step.Data) == 0 {
+		return nil, nil
+	}
+	if err := json.Unmarshal(step.Data, &data); err != nil {
+		return nil, fmt.Errorf("read the data of step %s: %w", step.ID, err)
+	}
+	return data.Result, nil
 }
 
 // savedCommand is a command exactly as it is submitted, so that it is the same
@@ -48,6 +59,11 @@ type savedCommand struct {
 	SecretRefs []string      `json:"secret_refs,omitempty"`
 	Timeout    time.Duration `json:"timeout_ns"`
 	RetrySafe  bool          `json:"retry_safe,omitempty"`
+	// NotAfter bounds every attempt of a profile's step alike; zero: Timeout counts
+	// from the submission.
+	NotAfter time.Time `json:"not_after,omitzero"`
+	// Itself says that the command goes to the machine, which needs no target.
+	Itself bool `json:"itself,omitempty"`
 	// Version is the snapshot's, of a pxe.assign.
 	Version uint64 `json:"version,omitempty"`
 }
@@ -67,7 +83,7 @@ func (e *Engine) load(ctx context.Context, w store.Workflow, log *slog.Logger) (
 
 // all runs the steps that are not done.
 func (r *run) all(ctx context.Context) error {
-	actions, err := plan(r.w.Name)
+	actions, err := r.plan()
 	if err != nil {
 		return err
 	}
@@ -140,7 +156,7 @@ func (r *run) save(ctx context.Context) error {
 }
 
 func (r *run) row() (store.WorkflowStep, error) {
-	data, err := json.Marshal(r.data)
+	data, err := encode(r.data)
 	if err != nil {
 		return store.WorkflowStep{}, err
 	}
@@ -156,35 +172,19 @@ func saved(agentID string, c metal.Command) (*savedCommand, error) {
 	return &savedCommand{AgentID: agentID, Kind: c.Kind, Lane: c.Lane, Args: args, SecretRefs: c.SecretRefs, Timeout: c.Timeout, RetrySafe: c.RetrySafe}, nil
 }
 
-// arguments decodes a stored command's arguments again.
-func arguments(kind string, args []byte) (proto.Message, error) {
-	var m proto.Message
-	switch kind {
-	case "bmc.query", "bmc.boot", "bmc.power":
-		m = new(bmcv1.BmcOperationRequest)
-	case "pxe.assign":
-		m = new(pxev1.AssignRequest)
-	case "image.stream":
-		m = new(imagev1.StreamRequest)
-	default:
-		return nil, fmt.Errorf("stored command has the unknown kind %q", kind)
-	}
-	if err := proto.Unmarshal(args, m); err != nil {
-		return nil, fmt.Errorf("read the stored %s: %w", kind, err)
-	}
-	return m, nil
-}
-
 // spec is the command as submitted. An empty id has one chosen.
-func (r *run) spec(id string, c *savedCommand) (commands.Spec, error) {
-	args, err := arguments(c.Kind, c.Args)
-	if err != nil {
-		return commands.Spec{}, err
-	}
-	return commands.Spec{
-		ID: id, AgentID: c.AgentID, TargetNodeID: r.machine.ID, Kind: c.Kind, Lane: c.Lane, Args: args, SecretRefs: c.SecretRefs, Timeout: c.Timeout,
+func (r *run) spec(id string, c *savedCommand) commands.Spec {
+	spec := commands.Spec{
+		ID: id, AgentID: c.AgentID, TargetNodeID: r.machine.ID, Kind: c.Kind, Lane: c.Lane, Raw: c.Args, SecretRefs: c.SecretRefs, Timeout: c.Timeout,
 		WorkflowID: r.w.ID, StepID: r.step.ID, Attempt: r.step.Attempt, Traceparent: r.params.Traceparent,
-	}, nil
+	}
+	if c.Itself {
+		spec.TargetNodeID = ""
+	}
+	if !c.NotAfter.IsZero() {
+		spec.Timeout = c.NotAfter.Sub(r.e.Store.Now())
+	}
+	return spec
 }
 
 // CommandID is the id of a step's command.
@@ -192,18 +192,21 @@ func CommandID(workflowID, stepID string, attempt uint32) string {
 	return fmt.Sprintf("%s.%s.%d", workflowID, stepID, attempt)
 }
 
-// send submits a command and waits for its outcome.
+// send submits a command and waits for its outcome. When its time is over nothing
+// is submitted any more: one that was there before has its outcome, or gets it.
 func (r *run) send(ctx context.Context, id string, c *savedCommand) ([]byte, error) {
-	spec, err := r.spec(id, c)
-	if err != nil {
-		return nil, err
-	}
-	id, err = r.e.Commands.Submit(ctx, spec)
-	if err != nil {
-		return nil, fmt.Errorf("submit %s: %w", c.Kind, err)
+	spec := r.spec(id, c)
+	over := !c.NotAfter.IsZero() && spec.Timeout < time.Millisecond
+	if !over {
+		var err error
+		if id, err = r.e.Commands.Submit(ctx, spec); err != nil {
+			return nil, fmt.Errorf("submit %s: %w", c.Kind, err)
+		}
 	}
 	outcome, err := r.e.Commands.Wait(ctx, id)
 	switch {
+	case over && errors.Is(err, store.ErrNotFound):
+		return nil, errs.New(errs.Expired, "%s was not sent in its time: it did not run", c.Kind)
 	case err != nil:
 		return nil, fmt.Errorf("wait for %s: %w", c.Kind, err)
 	case outcome.Err != nil:
@@ -236,15 +239,24 @@ func again(retrySafe bool, err error, attempt uint32) bool {
 // command runs the step's command: decide is asked once per attempt, and what
 // it decides is stored before anything is sent.
 func (r *run) command(ctx context.Context, decide func(ctx context.Context) (agentID string, c metal.Command, err error)) ([]byte, error) {
+	return r.attempts(ctx, again, func(ctx context.Context) (*savedCommand, error) {
+		agentID, c, err := decide(ctx)
+		if err != nil {
+			return nil, err
+		}
+		return saved(agentID, c)
+	})
+}
+
+// attempts is command for commands that are encoded already.
+func (r *run) attempts(ctx context.Context, again func(safe bool, err error, attempt uint32) bool, decide func(ctx context.Context) (*savedCommand, error)) ([]byte, error) {
 	for {
 		if r.data.Command == nil {
-			agentID, c, err := decide(ctx)
+			c, err := decide(ctx)
 			if err != nil {
 				return nil, err
 			}
-			if r.data.Command, err = saved(agentID, c); err != nil {
-				return nil, err
-			}
+			r.data.Command = c
 			if err := r.save(ctx); err != nil {
 				return nil, err
 			}

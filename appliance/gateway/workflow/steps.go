@@ -111,6 +111,9 @@ func (r *run) release(ctx context.Context) error {
 	if err := r.e.Store.CloseWindow(ctx, r.params.WindowID); err != nil {
 		return err
 	}
+	if err := r.reached(ctx); err != nil {
+		return err
+	}
 	if r.step == nil || r.step.Seq == 0 {
 		return nil // nothing was assigned
 	}
@@ -141,6 +144,21 @@ func (r *run) release(ctx context.Context) error {
 		return err
 	}
 	_, err = r.send(ctx, fmt.Sprintf("%s.release.%d", r.w.ID, c.Version), c)
+	return err
+}
+
+// reached takes the last step that began for the present one, where this engine
+// has run none.
+func (r *run) reached(ctx context.Context) error {
+	if r.step != nil {
+		return nil
+	}
+	steps, err := r.e.Store.WorkflowSteps(ctx, r.w.ID)
+	for i := range steps {
+		if steps[i].State != store.StateWaiting {
+			r.step = &steps[i]
+		}
+	}
 	return err
 }
 

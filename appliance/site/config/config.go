@@ -88,9 +88,20 @@ type Cache struct {
 
 // Node is config.toml of bcd node.
 type Node struct {
-	JoinFile string  `toml:"join_file"`
-	Gateway  Gateway `toml:"gateway"`
-	Plugins  Plugins `toml:"plugins"`
+	JoinFile  string    `toml:"join_file"`
+	Gateway   Gateway   `toml:"gateway"`
+	Plugins   Plugins   `toml:"plugins"`
+	Instances Instances `toml:"instances"`
+	// Runtimes configures hosted drivers of kind runtime, by driver id: each
+	// table is the driver's own.
+	Runtimes map[string]map[string]any `toml:"runtimes"`
+}
+
+// Instances says where a node's processes run.
+type Instances struct {
+	// Cgroup is a cgroup v2 folder that is theirs alone; empty: one at the top of
+	// the machine's tree, and "off": none.
+	Cgroup string `toml:"cgroup"`
 }
 
 // Gateway says how a node reaches its gateway.

@@ -50,6 +50,11 @@ func Invalid(format string, args ...any) *Error {
 	return &Error{Code: InvalidInput, Message: fmt.Sprintf(format, args...), Connect: connect.CodeInvalidArgument}
 }
 
+// BadConfig says that what the deployment was configured with is wrong.
+func BadConfig(format string, args ...any) *Error {
+	return &Error{Code: InvalidConfig, Message: fmt.Sprintf(format, args...), Connect: connect.CodeFailedPrecondition}
+}
+
 // Busy says that the input is right but the thing is not in a state for it.
 func Busy(reason, format string, args ...any) *Error {
 	return &Error{Code: InvalidInput, Reason: reason, Message: fmt.Sprintf(format, args...), Connect: connect.CodeFailedPrecondition}

@@ -1,0 +1,40 @@
+package main
+
+import (
+	"bytes"
+	"os"
+	"path/filepath"
+	"strings"
+	"testing"
+)
+
+// The commands on the pages about machines and the gateway have the options
+// that they are shown with: each gets as far as looking for a gateway.
+func TestDocumentedCommands(t *testing.T) {
+	seen := 0
+	for _, page := range []string{"machines.md", "gateway.md"} {
+		data, err := os.ReadFile(filepath.Join("../../../docs", page))
+		if err != nil {
+			t.Fatal(err)
+		}
+		text := strings.ReplaceAll(string(data), "\\\n", " ")
+		for line := range strings.Lines(text) {
+			line, ok := strings.CutPrefix(strings.TrimSpace(line), "better-compute ")
+			if !ok || strings.HasPrefix(line, "gateway ") {
+				continue
+			}
+			line, _, _ = strings.Cut(line, "#")
+			line, _, _ = strings.Cut(line, " < ")
+			args := append(strings.Fields(line), "--client", filepath.Join(t.TempDir(), "none.toml"))
+			var out, notes bytes.Buffer
+			err := dispatch(t.Context(), "better-compute", commands(), args, stdio{strings.NewReader("{}"), &out, &notes})
+			if err == nil || !strings.Contains(err.Error(), "read client settings") {
+				t.Errorf("%s: better-compute %s = %v, want it to look for its settings", page, line, err)
+			}
+			seen++
+		}
+	}
+	if seen < 10 {
+		t.Errorf("%d commands were found, want more: the pages are written otherwise", seen)
+	}
+}
