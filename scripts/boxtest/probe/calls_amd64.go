@@ -1,0 +1,8 @@
+package main
+
+import "golang.org/x/sys/unix"
+
+const (
+	sysIopl   = unix.SYS_IOPL
+	sysIoperm = unix.SYS_IOPERM
+)
