@@ -17,9 +17,6 @@ import (
 	"strings"
 	"syscall"
 	"text/tabwriter"
-
-	"github.com/better-compute/site-appliance/plugins/bcx"
-	"github.com/better-compute/site-appliance/plugins/host/hosttest"
 )
 
 // row is one line of the table. Ratio is over 1 where ours is ahead.
@@ -75,7 +72,6 @@ type settings struct {
 }
 
 func main() {
-	hosttest.Shim()
 	ctx, stop := signal.NotifyContext(context.Background(), os.Interrupt, syscall.SIGTERM)
 	defer stop()
 	if err := run(ctx, os.Args[1:], os.Stdout, os.Stderr); err != nil {
@@ -85,11 +81,8 @@ func main() {
 }
 
 func run(ctx context.Context, args []string, out, log io.Writer) error {
-	switch {
-	case os.Getenv(bcx.CookieVariable) != "":
-		return servePlugin()
-	case os.Getenv(bareVariable) != "":
-		return serveBare(os.Getenv(bareVariable))
+	if name := os.Getenv(hostVariable); name != "" {
+		return beHost(ctx, name, out)
 	}
 	flags := flag.NewFlagSet("bench", flag.ContinueOnError)
 	only := flags.String("only", "", "measure only the rows whose names begin with this")

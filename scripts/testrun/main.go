@@ -1,7 +1,9 @@
 // Command testrun runs the whole test suite in two passes (what needs no
-// virtual machine, then what boots one, a package at a time), prints what
-// failed and what was skipped and why, and with CI=true fails on any skip that
-// scripts/testrun/known-skips.txt does not list.
+// virtual machine, then what boots one, a package at a time), fuzzes a few parsers
+// whose turn it is, prints what failed and what was skipped and why, and with
+// CI=true fails on any skip that scripts/testrun/known-skips.txt does not list.
+// How each test ended is in out/test.json. Arguments are go test's; with any,
+// nothing is fuzzed.
 package main
 
 import (
@@ -10,12 +12,16 @@ import (
 	"fmt"
 	"os"
 	"os/exec"
+	"path/filepath"
 	"slices"
 	"strings"
 	"time"
 )
 
-const knownSkips = "scripts/testrun/known-skips.txt"
+const (
+	knownSkips  = "scripts/testrun/known-skips.txt"
+	resultsFile = "out/test.json"
+)
 
 type event struct {
 	Action  string
@@ -30,6 +36,11 @@ type suite struct {
 	seconds                 map[string]float64
 	output                  map[string][]string // package + "." + test -> its lines
 	skips                   []string
+	results                 map[string]map[string]string // package -> test -> how it ended
+}
+
+func newSuite() *suite {
+	return &suite{seconds: map[string]float64{}, output: map[string][]string{}, results: map[string]map[string]string{}}
 }
 
 func main() {
@@ -48,7 +59,7 @@ func run(extra []string) error {
 	if err != nil {
 		return err
 	}
-	s := &suite{seconds: map[string]float64{}, output: map[string][]string{}}
+	s := newSuite()
 	start := time.Now()
 	for _, pass := range []struct {
 		pkgs []string
@@ -63,6 +74,14 @@ func run(extra []string) error {
 		args := append([]string{"test", "-json", "-count=1"}, pass.args...)
 		args = append(append(args, extra...), pass.pkgs...)
 		if err := s.pass(args); err != nil {
+			return err
+		}
+	}
+	if err := s.write(resultsFile); err != nil {
+		return err
+	}
+	if len(extra) == 0 {
+		if err := s.fuzz(start); err != nil {
 			return err
 		}
 	}
@@ -160,6 +179,10 @@ func (s *suite) event(e event) {
 		}
 		return
 	}
+	if s.results[e.Package] == nil {
+		s.results[e.Package] = map[string]string{}
+	}
+	s.results[e.Package][e.Test] = e.Action
 	switch e.Action {
 	case "pass":
 		s.passed++
@@ -182,6 +205,18 @@ func reason(output string) string {
 		}
 	}
 	return strings.Join(parts, " ")
+}
+
+// write leaves how each test ended, for scripts/spec.
+func (s *suite) write(path string) error {
+	text, err := json.MarshalIndent(map[string]any{"tests": s.results}, "", "\t")
+	if err != nil {
+		return err
+	}
+	if err := os.MkdirAll(filepath.Dir(path), 0o755); err != nil {
+		return err
+	}
+	return os.WriteFile(path, text, 0o644)
 }
 
 // table writes each package's seconds to out/test-seconds.tsv, slowest first.
