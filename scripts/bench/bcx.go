@@ -17,8 +17,6 @@ import (
 	"testing"
 	"time"
 
-	"github.com/better-compute/site-appliance/plugins/bcx"
-	"github.com/better-compute/site-appliance/plugins/bcx/driverv1"
 	"github.com/better-compute/site-appliance/plugins/host"
 	"github.com/better-compute/site-appliance/plugins/host/hosttest"
 	"github.com/better-compute/site-appliance/scripts/bench/benchplugin"
@@ -216,11 +214,11 @@ func (b *pluginBench) calling(ctx context.Context, s settings) (_ []row, err err
 
 // streaming moves bytes through Stream, frame by frame.
 func (b *pluginBench) streaming(ctx context.Context, s settings) (_ []row, err error) {
-	raw, stop, err := startRaw(ctx, b.path)
+	h, err := host.Start(ctx, b.config)
 	if err != nil {
 		return nil, err
 	}
-	defer func() { err = errors.Join(err, stop()) }()
+	defer func() { err = errors.Join(err, h.Close()) }()
 	p, err := startPeer(b.path, nil)
 	if err != nil {
 		return nil, err
@@ -233,8 +231,8 @@ func (b *pluginBench) streaming(ctx context.Context, s settings) (_ []row, err e
 			move func(context.Context) error
 			to   *[]float64
 		}{
-			{func(ctx context.Context) error { return rawDown(ctx, raw) }, &ours[0]}, {p.down, &theirs[0]},
-			{func(ctx context.Context) error { return rawUp(ctx, raw) }, &ours[1]}, {p.up, &theirs[1]},
+			{func(ctx context.Context) error { return down(ctx, h) }, &ours[0]}, {p.down, &theirs[0]},
+			{func(ctx context.Context) error { return up(ctx, h) }, &ours[1]}, {p.up, &theirs[1]},
 		} {
 			begin := time.Now()
 			if err := m.move(ctx); err != nil {
@@ -249,80 +247,27 @@ func (b *pluginBench) streaming(ctx context.Context, s settings) (_ []row, err e
 	}, nil
 }
 
-func rawDown(ctx context.Context, c *bcx.Client) error {
-	s := c.Stream(ctx)
-	if err := s.Send(&driverv1.StreamRequest{Frame: &driverv1.StreamRequest_Open{Open: &driverv1.InvokeRequest{Operation: "down"}}}); err != nil {
+func down(ctx context.Context, h *host.Host) error {
+	s, err := h.Stream(ctx, host.Call{Driver: "echo", Kind: "echo", Operation: "down"})
+	if err != nil {
 		return err
 	}
-	total := 0
-	for {
-		m, err := s.Receive()
-		if errors.Is(err, io.EOF) {
-			return errors.Join(whole(total), s.CloseRequest(), s.CloseResponse())
-		} else if err != nil {
-			return err
-		}
-		total += len(m.GetData())
-	}
+	n, err := io.Copy(io.Discard, s)
+	return errors.Join(err, whole(int(n)), s.Close())
 }
 
-func rawUp(ctx context.Context, c *bcx.Client) error {
-	s := c.Stream(ctx)
-	if err := s.Send(&driverv1.StreamRequest{Frame: &driverv1.StreamRequest_Open{Open: &driverv1.InvokeRequest{Operation: "up"}}}); err != nil {
+func up(ctx context.Context, h *host.Host) error {
+	s, err := h.Stream(ctx, host.Call{Driver: "echo", Kind: "echo", Operation: "up"})
+	if err != nil {
 		return err
 	}
 	for range benchplugin.Chunks {
-		if err := s.Send(&driverv1.StreamRequest{Frame: &driverv1.StreamRequest_Data{Data: benchplugin.Chunk}}); err != nil {
-			return err
+		if _, err := s.Write(benchplugin.Chunk); err != nil {
+			return errors.Join(err, s.Close())
 		}
 	}
-	if err := s.CloseRequest(); err != nil {
-		return err
-	}
-	m, err := s.Receive()
-	if err != nil {
-		return err
-	}
-	total, err := strconv.Atoi(string(m.GetData()))
-	return errors.Join(err, whole(total), s.CloseResponse())
-}
-
-// startRaw runs the plugin without our SDK and outside a sandbox.
-func startRaw(ctx context.Context, path string) (_ *bcx.Client, stop func() error, err error) {
-	id, err := bcx.NewIdentity()
-	if err != nil {
-		return nil, nil, err
-	}
-	dir, err := os.MkdirTemp("", "bcx")
-	if err != nil {
-		return nil, nil, err
-	}
-	cmd := exec.CommandContext(ctx, path)
-	cmd.Env = append(os.Environ(), benchplugin.RawVariable+"=1", bcx.CookieVariable+"="+bcx.Cookie, bcx.SocketDirVariable+"="+dir, bcx.ClientCertVariable+"="+id.PEM())
-	cmd.Stderr = os.Stderr
-	life, err := cmd.StdinPipe() // its end ends the plugin
-	if err != nil {
-		return nil, nil, err
-	}
-	out, err := cmd.StdoutPipe()
-	if err != nil {
-		return nil, nil, err
-	}
-	if err := cmd.Start(); err != nil {
-		return nil, nil, err
-	}
-	end := func() error { return errors.Join(life.Close(), cmd.Wait(), os.RemoveAll(dir)) }
-	line := make([]byte, bcx.MaxHandshake)
-	n, err := out.Read(line)
-	if err != nil {
-		return nil, nil, errors.Join(err, end())
-	}
-	h, err := bcx.ParseHandshake(line[:n], dir)
-	if err != nil {
-		return nil, nil, errors.Join(err, end())
-	}
-	c := bcx.Dial(id, h)
-	return c, func() error { c.Close(); return end() }, nil
+	_, err = io.ReadFull(s, make([]byte, 1)) // that all has come
+	return errors.Join(err, s.Close())
 }
 
 // memory is what a host and its plugin hold, in MiB.

@@ -8,11 +8,11 @@ import (
 	"testing"
 )
 
-// The commands on the pages about machines and the gateway have the options
+// The commands on the pages about machines, instances and the gateway have the options
 // that they are shown with: each gets as far as looking for a gateway.
 func TestDocumentedCommands(t *testing.T) {
 	seen := 0
-	for _, page := range []string{"machines.md", "gateway.md"} {
+	for _, page := range []string{"machines.md", "gateway.md", "instances.md"} {
 		data, err := os.ReadFile(filepath.Join("../../../docs", page))
 		if err != nil {
 			t.Fatal(err)

@@ -20,6 +20,7 @@ func runDrivers(ctx context.Context, args []string, std stdio) error {
 
 func driversList(ctx context.Context, args []string, std stdio) error {
 	f := newCall("drivers list [--kind KIND]", std)
+	f.about = "Lists the gateway's own drivers and those of its external_drivers. What agents host is found by better-compute place."
 	kind := f.String("kind", "", "only drivers that serve this `kind`, such as power")
 	_, c, err := f.begin(args, 0, 0)
 	if err != nil {

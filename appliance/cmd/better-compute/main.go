@@ -45,7 +45,7 @@ func commands() []command {
 		{"instance", "say what machines are to run", runInstance},
 		{"secret", "keep secrets", runSecret},
 		{"artifact", "import and list images", runArtifact},
-		{"workflow", "list, show and follow workflows", runWorkflow},
+		{"workflow", "start, cancel, list and follow workflows", runWorkflow},
 		{"events", "list what happened", runEvents},
 		{"image", "build, customize, flash, verify and test images", runImage},
 		{"version", "print the version", runVersion},

@@ -27,7 +27,7 @@ func metalEnroll(ctx context.Context, args []string, std stdio) error {
 	f := newCall("metal enroll NAME --pool POOL --driver ID --address HOST[:PORT] --credentials REF [--mac MAC …] [--hardware-profile NAME] [--driver KIND=ID[:FILE] …]", std)
 	var macs, drivers stringList
 	pool := f.String("pool", "", "the `pool`'s name or id")
-	f.Var(&drivers, "driver", "`id` of the BMC's driver, such as ipmi or redfish; and KIND=ID[:FILE], several times, to bind a kind to a driver with the JSON object in FILE as its configuration")
+	f.Var(&drivers, "driver", "`id` of the BMC's driver, such as ipmi or redfish; given again as KIND=ID[:FILE] it binds a kind to another driver, with the JSON object in FILE as its configuration")
 	profile := f.String("hardware-profile", "", "`name` of the machine's hardware profile (default: the pool's)")
 	address := f.String("address", "", "`host[:port]` of the BMC")
 	credentials := f.String("credentials", "", "`reference` of the BMC's credential, secret://TENANT/NAME, or the secret's name")

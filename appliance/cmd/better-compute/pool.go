@@ -16,7 +16,7 @@ func runPool(ctx context.Context, args []string, std stdio) error {
 func poolAdd(ctx context.Context, args []string, std stdio) error {
 	f := newCall("pool add NAME --site SITE [--hardware-profile NAME]", std)
 	site := f.String("site", "", "the `site`'s name or id")
-	profile := f.String("hardware-profile", "", "`name` of the hardware profile of the pool's machines")
+	profile := f.String("hardware-profile", "", "`name` of the hardware profile of the pool's machines, one of gateway.toml's")
 	f.need("site")
 	rest, c, err := f.begin(args, 1, 1)
 	if err != nil {

@@ -24,6 +24,7 @@ func runWorkflow(ctx context.Context, args []string, std stdio) error {
 
 func workflowStart(ctx context.Context, args []string, std stdio) error {
 	f := newCall("workflow start PROFILE MACHINE [--watch]", std)
+	f.about = "Runs a procedure, one of the [profiles] of gateway.toml, on a machine, and prints the workflow's id."
 	watch := f.Bool("watch", false, "follow the workflow to its end")
 	rest, c, err := f.begin(args, 2, 2)
 	if err != nil {
@@ -46,6 +47,7 @@ func workflowStart(ctx context.Context, args []string, std stdio) error {
 
 func workflowCancel(ctx context.Context, args []string, std stdio) error {
 	f := newCall("workflow cancel ID", std)
+	f.about = "The workflow fails with the code cancelled. Its command is stopped where it can be; what was done stays done."
 	rest, c, err := f.begin(args, 1, 1)
 	if err != nil {
 		return err

@@ -64,6 +64,7 @@ type Workflows interface {
 // Drivers lists declarations, by id and then version; kind narrows them.
 type Drivers interface {
 	List(kind string) []driver.Manifest
+	Find(id, kind string) (*driver.Definition, bool)
 }
 
 // Profiles finds procedures by name.

@@ -220,10 +220,17 @@ func TestEnrollBindsDrivers(t *testing.T) {
 }
 
 // TestEnrollRefusesBindings: what is wrong is said, and nothing is enrolled.
+// nobody backs a declaration that is never invoked.
+type nobody struct{ driver.Backend }
+
 func TestEnrollRefusesBindings(t *testing.T) {
 	r := newRig(t)
 	r.fixture()
 	ctx := t.Context()
+	marked, err := driver.Remote(driver.Manifest{ID: "marked", Version: "1", RunsOn: "site", Kinds: []string{"power"},
+		ConfigSchema: json.RawMessage(`{"type":"object","properties":{"token":{"type":"string","writeOnly":true}}}`)}, nobody{})
+	must(t, err)
+	must(t, r.drivers.Register(marked))
 	many := map[string]*computev1.DriverBinding{}
 	for i := range 33 {
 		many[fmt.Sprintf("k%d", i)] = &computev1.DriverBinding{Driver: "a"}
@@ -244,6 +251,8 @@ func TestEnrollRefusesBindings(t *testing.T) {
 		{"kind", "", one("Power", "acme", ""), connect.CodeInvalidArgument, "INVALID_INPUT: drivers: kind"},
 		{"too many", "", many, connect.CodeInvalidArgument, "INVALID_INPUT: drivers: 33 kinds"},
 		{"another tenant's secret", "", one("power", "acme", `{"a":[{"credentials":"secret://other/bmc"}]}`), connect.CodePermissionDenied, "PERMISSION_DENIED: drivers"},
+		{"a secret itself", "", one("power", "acme", `{"credentials":"hunter22"}`), connect.CodeInvalidArgument, "INVALID_INPUT: drivers: kind power: binding of acme: config.credentials: want a reference"},
+		{"a secret itself in a field that the schema marks", "", one("power", "marked", `{"token":"hunter22"}`), connect.CodeInvalidArgument, "INVALID_INPUT: drivers.power: binding of marked: config.token: want a reference"},
 		{"no reference", "", one("power", "acme", `{"credentials":"secret://acme"}`), connect.CodeInvalidArgument, "INVALID_INPUT: drivers"},
 	} {
 		_, err := call(ctx, r.metal("admin").Enroll, enrollment(func(e *computev1.EnrollMachineRequest) { e.HardwareProfile, e.Drivers = tt.profile, tt.own }))
@@ -253,7 +262,7 @@ func TestEnrollRefusesBindings(t *testing.T) {
 		t.Errorf("%v, %v: a refused enrolment left something", list, err)
 	}
 	// The same with what is allowed.
-	_, err := call(ctx, r.metal("admin").Enroll, enrollment(func(e *computev1.EnrollMachineRequest) {
+	_, err = call(ctx, r.metal("admin").Enroll, enrollment(func(e *computev1.EnrollMachineRequest) {
 		e.HardwareProfile, e.Drivers = "plain", one("power", "acme", `{"a":[{"credentials":"secret://acme/bmc"}]}`)
 	}))
 	must(t, err)

@@ -18,6 +18,7 @@ import (
 	"github.com/better-compute/site-appliance/appliance/gateway/api/apierr"
 	"github.com/better-compute/site-appliance/appliance/gateway/commands"
 	"github.com/better-compute/site-appliance/appliance/gateway/metal"
+	"github.com/better-compute/site-appliance/appliance/gateway/module"
 	"github.com/better-compute/site-appliance/appliance/gateway/placement"
 	"github.com/better-compute/site-appliance/appliance/gateway/store"
 	"github.com/better-compute/site-appliance/appliance/gateway/workflow"
@@ -64,6 +65,9 @@ func (s metalService) Enroll(ctx context.Context, req *connect.Request[computev1
 	drivers, profile, err := s.Metal.Bindings(in.TenantId, bmc, in.HardwareProfile, pool.HardwareProfile, overrides)
 	if err != nil {
 		return nil, err
+	}
+	if err := module.SecretsByReference(s.Drivers, drivers); err != nil {
+		return nil, apierr.Invalid("%s", errs.From(err).Message)
 	}
 	m := store.Machine{ID: s.Store.NewID("node"), TenantID: in.TenantId, Name: in.Name, PoolID: pool.ID, SiteID: pool.SiteID, BMC: bmc, MACs: macs,
 		ProductUUID: uuid, State: metal.Enrolled, Created: s.Store.Now(), Drivers: drivers, HardwareProfile: profile}

@@ -5,6 +5,7 @@ package module
 import (
 	"encoding/json"
 	"fmt"
+	"maps"
 	"regexp"
 	"slices"
 	"strings"
@@ -272,30 +273,36 @@ func (s *Set) CheckProfile(p Profile) error {
 }
 
 // checkBinding judges a configuration by its schema only where the driver is
-// registered here: any other driver is known to its agent alone. A secret itself
-// is refused before it is written anywhere.
+// registered here: any other driver is known to its agent alone.
 func (s *Set) checkBinding(kind string, b binding.Binding) error {
-	secrets := []string{"credentials"}
 	if d, ok := s.registry.Find(b.Driver, kind); ok && len(b.Config) > 0 {
 		if err := d.CheckConfig(b.Config); err != nil {
 			return err
 		}
-		if raw := d.Manifest().ConfigSchema; len(raw) > 0 {
-			known, err := schema.Read(raw)
-			if err != nil {
-				return errs.New(errs.InvalidConfig, "driver %s: %v", b.Driver, err)
-			}
-			secrets = append(secrets, known.SecretFields()...)
+	}
+	return SecretsByReference(s.registry, map[string]binding.Binding{kind: b})
+}
+
+// Finder finds the driver registered under an id that serves a kind.
+type Finder interface {
+	Find(id, kind string) (*driver.Definition, bool)
+}
+
+// SecretsByReference refuses, before it is written anywhere, a secret itself in
+// a field that a registered driver's schema marks; the code is invalid-config.
+// Which fields of other drivers are secret nobody here knows.
+func SecretsByReference(registry Finder, bindings map[string]binding.Binding) error {
+	for _, kind := range slices.Sorted(maps.Keys(bindings)) {
+		d, ok := registry.Find(bindings[kind].Driver, kind)
+		if !ok || len(d.Manifest().ConfigSchema) == 0 {
+			continue
 		}
-	}
-	var fields map[string]json.RawMessage
-	if len(b.Config) > 0 && json.Unmarshal(b.Config, &fields) != nil {
-		return errs.New(errs.InvalidConfig, "config is no JSON object")
-	}
-	for _, name := range secrets {
-		var ref string
-		if raw, given := fields[name]; given && (json.Unmarshal(raw, &ref) != nil || !schema.IsRef(ref)) {
-			return errs.New(errs.InvalidConfig, "config.%s: want a reference secret://<tenant>/<name>, never a secret", name)
+		known, err := schema.Read(d.Manifest().ConfigSchema)
+		if err == nil {
+			err = bindings[kind].ByReference(known.SecretFields()...)
+		}
+		if err != nil {
+			return errs.New(errs.InvalidConfig, "drivers.%s: %v", kind, err)
 		}
 	}
 	return nil

@@ -175,6 +175,8 @@ func (c *clientConn) retire() {
 
 func (c *clientConn) refused(uint32) {}
 
+func (c *clientConn) settled() {}
+
 func (c *clientConn) endIfIdle() {
 	if c.retired && len(c.streams) == 0 {
 		c.fail(net.ErrClosed)

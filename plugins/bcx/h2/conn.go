@@ -62,6 +62,8 @@ var errUnprocessed = errors.New("h2: the other side is shutting down")
 type role interface {
 	// headers takes a whole block of headers; st is nil if there is no such stream.
 	headers(st *stream, b *block) error
+	// settled is told that the reader is about to wait.
+	settled()
 	// refused is told of a stream whose headers were not accepted.
 	refused(id uint32)
 	// endIfIdle ends the connection if it was only waiting for the last call.
@@ -386,17 +388,26 @@ func (c *conn) wake(st *stream) {
 	}
 }
 
-// settle wakes whoever has got something, and sends what the reader owes.
+// settle wakes whoever has got something, and sends what the reader owes. It
+// wakes without mu, which those who are woken need first.
 func (c *conn) settle() {
 	c.mu.Lock()
-	for i, st := range c.woken {
+	for _, st := range c.woken {
 		st.woken = false
+	}
+	owes := len(c.pending) > 0
+	c.mu.Unlock()
+	for i, st := range c.woken {
 		st.data.Broadcast()
 		c.woken[i] = nil
 	}
 	c.woken = c.woken[:0]
-	c.flush()
-	c.mu.Unlock()
+	c.role.settled()
+	if owes {
+		c.mu.Lock()
+		c.flush()
+		c.mu.Unlock()
+	}
 }
 
 // take handles a frame. mu is held.

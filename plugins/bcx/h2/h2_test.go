@@ -369,7 +369,15 @@ func TestHold(t *testing.T) {
 			}
 			io.WriteString(w, "x")
 			w.(http.Flusher).Flush()
-			<-release
+			for i := 0; ; i++ {
+				select {
+				case <-release:
+					return
+				default:
+					// What is held goes out while the handler prepares its trailers.
+					w.Header().Set(http.TrailerPrefix+"X-"+fmt.Sprint(i%100), "y")
+				}
+			}
 		})
 		resp, err := get(t.Context(), client(t, a))
 		if err != nil {

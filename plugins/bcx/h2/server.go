@@ -199,6 +199,8 @@ type serverConn struct {
 	cancel  context.CancelFunc
 	// work hands a call to a handler's goroutine that has nothing to do.
 	work chan *answer
+	// begun are the calls to start before the next wait for bytes; the reader's own.
+	begun []*answer
 	// running counts handlers, also those whose stream was reset; leaving is
 	// true once no call is taken. Both are guarded by conn.mu.
 	running int
@@ -293,12 +295,22 @@ func (c *serverConn) headers(st *stream, h *block) error {
 	if h.end {
 		c.remoteEnd(a.stream)
 	}
-	select {
-	case c.work <- a:
-	default:
-		c.tasks.Go(func() { c.handle(a) })
-	}
+	c.begun = append(c.begun, a)
 	return nil
+}
+
+// settled starts the calls that have come: by now what came with their headers is
+// there as well.
+func (c *serverConn) settled() {
+	for i, a := range c.begun {
+		select {
+		case c.work <- a:
+		default:
+			c.tasks.Go(func() { c.handle(a) })
+		}
+		c.begun[i] = nil
+	}
+	c.begun = c.begun[:0]
 }
 
 // handle runs a call, and then those that come while it has nothing to do.
@@ -345,13 +357,13 @@ type answer struct {
 
 	header http.Header
 	status int
-	// out holds what is not in a frame yet. hold keeps it from being flushed. mu
-	// guards both and sent, since the timer of a hold flushes too.
+	// out holds what is not in a frame yet; sent is true once the headers are in
+	// one; hold keeps frames from being flushed. A handler may write and flush on
+	// several goroutines.
 	mu   sync.Mutex
 	out  []byte
 	sent bool
 	hold *time.Timer
-	over bool
 }
 
 type answerKey struct{}
@@ -370,12 +382,12 @@ func Hold(ctx context.Context) {
 	}
 }
 
+// release sends what Flush has put into frames: the response itself is still the
+// handler's to change.
 func (a *answer) release() {
-	a.mu.Lock()
-	defer a.mu.Unlock()
-	if !a.over {
-		a.flush()
-	}
+	a.c.mu.Lock()
+	defer a.c.mu.Unlock()
+	a.c.flush()
 }
 
 // Header is the response's.
@@ -441,12 +453,6 @@ func statusText(status int) string {
 func (a *answer) Flush() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	if a.hold == nil {
-		a.flush()
-	}
-}
-
-func (a *answer) flush() {
 	a.c.mu.Lock()
 	defer a.c.mu.Unlock()
 	a.head()
@@ -454,14 +460,15 @@ func (a *answer) flush() {
 		_ = a.c.appendData(a.stream, a.out, false) // the next Write says it as well
 		a.out = a.out[:0]
 	}
-	a.c.flush()
+	if a.hold == nil {
+		a.c.flush()
+	}
 }
 
 // finish sends all that is left, and ends the stream.
 func (a *answer) finish() {
 	a.mu.Lock()
 	defer a.mu.Unlock()
-	a.over = true
 	if a.hold != nil {
 		a.hold.Stop()
 	}

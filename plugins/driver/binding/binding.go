@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/better-compute/site-appliance/plugins/driver"
+	"github.com/better-compute/site-appliance/plugins/driver/schema"
 )
 
 // Bounds of what a person may bind.
@@ -175,8 +176,28 @@ func Check(bindings map[string]Binding) error {
 		if !driver.ValidKind(kind) {
 			return fmt.Errorf("kind %.80q: want 1 to 32 lower-case letters, digits and hyphens, a letter first", kind)
 		}
-		if _, err := New(bindings[kind].Driver, bindings[kind].Config); err != nil {
+		b := bindings[kind]
+		if _, err := New(b.Driver, b.Config); err != nil {
 			return fmt.Errorf("kind %s: %w", kind, err)
+		}
+		if err := b.ByReference("credentials"); err != nil {
+			return fmt.Errorf("kind %s: %w", kind, err)
+		}
+	}
+	return nil
+}
+
+// ByReference refuses a secret itself in the fields of the configuration that
+// hold references: a binding is stored and shown in clear.
+func (b Binding) ByReference(fields ...string) error {
+	var config map[string]json.RawMessage
+	if len(b.Config) > 0 && json.Unmarshal(b.Config, &config) != nil {
+		return fmt.Errorf("binding of %s: config is no JSON object", b.Driver)
+	}
+	for _, name := range fields {
+		var ref string
+		if raw, given := config[name]; given && (json.Unmarshal(raw, &ref) != nil || !schema.IsRef(ref)) {
+			return fmt.Errorf("binding of %s: config.%s: want a reference secret://<tenant>/<name>, never a secret", b.Driver, name)
 		}
 	}
 	return nil

@@ -151,6 +151,9 @@ func TestCheck(t *testing.T) {
 		"driver":      {map[string]binding.Binding{"power": {}}, false},
 		"config":      {map[string]binding.Binding{"power": {Driver: "a", Config: json.RawMessage(`[]`)}}, false},
 		"too many":    {many, false},
+		"reference":   {map[string]binding.Binding{"power": {Driver: "a", Config: json.RawMessage(`{"credentials":"secret://t/n"}`)}}, true},
+		"a secret":    {map[string]binding.Binding{"power": {Driver: "a", Config: json.RawMessage(`{"credentials":"hunter22"}`)}}, false},
+		"an object":   {map[string]binding.Binding{"power": {Driver: "a", Config: json.RawMessage(`{"credentials":{"password":"hunter22"}}`)}}, false},
 	} {
 		if err := binding.Check(tt.in); (err == nil) != tt.ok {
 			t.Errorf("%s: Check() = %v, want ok %v", name, err, tt.ok)

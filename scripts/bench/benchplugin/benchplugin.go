@@ -11,8 +11,6 @@ import (
 )
 
 const (
-	// RawVariable in the environment makes the plugin one without our SDK.
-	RawVariable = "BENCH_RAW"
 	// Chunks of ChunkSize bytes are what a stream moves.
 	Chunks    = 4096
 	ChunkSize = 32 << 10
