@@ -75,3 +75,22 @@ func TestResults(t *testing.T) {
 		t.Errorf("%d passed, %d failed, skips %v", s.passed, s.failed, s.skips)
 	}
 }
+
+func TestTimeIsUp(t *testing.T) {
+	const ended = "fuzz: elapsed: 10s, execs: 9\n--- FAIL: FuzzParse (10.10s)\n    context deadline exceeded\nFAIL\nexit status 1\n"
+	for name, tt := range map[string]struct {
+		output string
+		want   bool
+	}{
+		"time ended":             {ended, true},
+		"a finding":              {"--- FAIL: FuzzParse (0.10s)\n    --- FAIL: FuzzParse (0.00s)\n        x_test.go:9: bad\n    \n    Failing input written to testdata/fuzz/FuzzParse/1\nFAIL\n", false},
+		"a finding, then time":   {"    Failing input written to testdata/fuzz/FuzzParse/1\n" + ended, false},
+		"a target that says so":  {"--- FAIL: FuzzParse (0.10s)\n    x_test.go:9: context deadline exceeded\nFAIL\n", false},
+		"it does not compile":    {"FAIL\tx [build failed]\nFAIL\n", false},
+		"a seed that is refused": {"--- FAIL: FuzzParse (0.10s)\n    --- FAIL: FuzzParse/seed#0 (0.00s)\n    context deadline exceeded\nFAIL\n", false},
+	} {
+		if got := timeIsUp([]byte(tt.output)); got != tt.want {
+			t.Errorf("%s: timeIsUp() = %v, want %v", name, got, tt.want)
+		}
+	}
+}
