@@ -66,10 +66,11 @@ func run(ctx context.Context, args []string, log *slog.Logger) error {
 		"site": runSite, "ramdisk": runRamdisk, "node": runNode,
 	}
 	if role, ok := roles[args[0]]; ok {
-		if err := role(ctx, args[1:], log.With("role", args[0])); !errors.Is(err, flag.ErrHelp) {
-			return err
+		err := role(ctx, args[1:], log.With("role", args[0]))
+		if errors.Is(err, flag.ErrHelp) || ctx.Err() != nil && errors.Is(err, context.Canceled) {
+			return nil // it was asked to end, and did
 		}
-		return nil
+		return err
 	}
 	switch args[0] {
 	case "version":

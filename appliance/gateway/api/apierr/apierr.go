@@ -6,6 +6,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"strings"
 
 	"connectrpc.com/connect"
 
@@ -104,7 +105,8 @@ func ToConnect(err error) (wire *connect.Error, known bool) {
 	case errors.Is(err, store.ErrNotFound):
 		e = Missing("%v", err)
 	case errors.Is(err, store.ErrConflict):
-		e = Taken("%v", err)
+		// "add machine m2: conflict" would not say what is in the way.
+		e = Taken("%s: there is one of this name or identity", strings.TrimSuffix(err.Error(), ": "+store.ErrConflict.Error()))
 	case errors.Is(err, context.Canceled):
 		return connect.NewError(connect.CodeCanceled, errors.New("cancelled")), true
 	case errors.Is(err, context.DeadlineExceeded):
