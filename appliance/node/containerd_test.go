@@ -50,7 +50,7 @@ address = %q
 namespace = %q
 snapshotter = %q
 pull = "never"
-`, join, g.Addr(), plugins.Path, d.Address, containerdtest.Namespace, d.Snapshotter), 0o600)
+`, join, g.Addr(), plugins.Path, d.Address, containerdtest.Namespace(), d.Snapshotter), 0o600)
 	c := Config{ConfigFile: filepath.Join(dir, "config.toml"), StateDir: filepath.Join(dir, "state"), Sys: dir, Version: "test", Every: 200 * time.Millisecond, Log: slog.New(slog.NewTextHandler(t.Output(), nil))}
 	stop := start(t, c)
 	s := g.Session(1)

@@ -35,7 +35,7 @@ func start(t *testing.T) *rig {
 	if err != nil {
 		t.Fatal(err)
 	}
-	return &rig{d, t, def, map[string]any{"address": d.Address, "namespace": containerdtest.Namespace, "snapshotter": d.Snapshotter, "pull": "never"}}
+	return &rig{d, t, def, map[string]any{"address": d.Address, "namespace": containerdtest.Namespace(), "snapshotter": d.Snapshotter, "pull": "never"}}
 }
 
 func (r *rig) invoke(operation string, args ...any) (json.RawMessage, error) {

@@ -119,13 +119,6 @@ func (e *Egress) build(conn *nftables.Conn, uids []UIDRange) error {
 		}
 	}
 	held := conn.AddChain(&nftables.Chain{Name: "held", Table: e.table})
-	for six, set := range e.allowed {
-		conn.AddRule(&nftables.Rule{Table: e.table, Chain: held, Exprs: join(family(six), rule{
-			&expr.Meta{Key: expr.MetaKeySKUID, Register: unix.NFT_REG32_00},
-			destination(six, unix.NFT_REG32_01),
-			&expr.Lookup{SourceRegister: unix.NFT_REG32_00, SetName: set.Name, SetID: set.ID},
-		}, accept())})
-	}
 	for six, set := range e.resolvers {
 		for _, proto := range []byte{unix.IPPROTO_UDP, unix.IPPROTO_TCP} {
 			conn.AddRule(&nftables.Rule{Table: e.table, Chain: held, Exprs: join(family(six), protocol(proto), field(2, number(resolverPort)), rule{
@@ -134,10 +127,21 @@ func (e *Egress) build(conn *nftables.Conn, uids []UIDRange) error {
 			}, accept())})
 		}
 	}
-	// Refused rather than dropped: the driver hears of it at once.
-	conn.AddRule(&nftables.Rule{Table: e.table, Chain: held, Exprs: rule{
+	refused := rule{
 		&expr.Counter{}, &expr.Reject{Type: unix.NFT_REJECT_ICMPX_UNREACH, Code: unix.NFT_REJECT_ICMPX_ADMIN_PROHIBITED},
-	}})
+	}
+	// What is for any of the box's own addresses goes by the loopback. No call opens
+	// that, whatever it names or a name resolves to.
+	conn.AddRule(&nftables.Rule{Table: e.table, Chain: held, Exprs: join(leaving("lo"), refused)})
+	for six, set := range e.allowed {
+		conn.AddRule(&nftables.Rule{Table: e.table, Chain: held, Exprs: join(family(six), rule{
+			&expr.Meta{Key: expr.MetaKeySKUID, Register: unix.NFT_REG32_00},
+			destination(six, unix.NFT_REG32_01),
+			&expr.Lookup{SourceRegister: unix.NFT_REG32_00, SetName: set.Name, SetID: set.ID},
+		}, accept())})
+	}
+	// Refused rather than dropped: the driver hears of it at once.
+	conn.AddRule(&nftables.Rule{Table: e.table, Chain: held, Exprs: refused})
 	accepted := nftables.ChainPolicyAccept
 	output := conn.AddChain(&nftables.Chain{
 		Name: "output", Table: e.table, Type: nftables.ChainTypeFilter, Hooknum: nftables.ChainHookOutput, Priority: nftables.ChainPriorityFilter, Policy: &accepted,
@@ -202,6 +206,7 @@ func (e *Egress) Allow(ctx context.Context, uid int, targets []string) (release 
 		return e.refreshResolvers(conn)
 	})
 	if err != nil {
+		e.known = nil // whether the kernel took them is not known
 		return nil, fmt.Errorf("allow a plugin's targets: %w", err)
 	}
 	for _, t := range wanted {
@@ -261,14 +266,17 @@ func (e *Egress) release(timer *time.Timer, targets []target) {
 	if e.closed {
 		return
 	}
+	var over []target
+	for _, t := range targets {
+		if e.use[t]--; e.use[t] == 0 {
+			delete(e.use, t)
+			over = append(over, t)
+		}
+	}
 	// A change that the kernel refuses leaves open, until the next start, what
 	// this uid was given before. There is nobody left to tell.
 	_ = e.change(func(conn *nftables.Conn) error {
-		for _, t := range targets {
-			if e.use[t]--; e.use[t] > 0 {
-				continue
-			}
-			delete(e.use, t)
+		for _, t := range over {
 			if err := conn.SetDeleteElements(e.allowed[t.addr.Is6()], []nftables.SetElement{t.element()}); err != nil {
 				return err
 			}

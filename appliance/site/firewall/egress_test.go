@@ -91,14 +91,19 @@ func TestEgress(t *testing.T) {
 	h.check("a shared user", 999, "udp4", bmc, false)
 	h.check("a uid that is no plugin's", 998, "udp4", bmc, true)
 
-	h.echo(h.box, "tcp6", "[::1]:7444")
-	h.check("IPv6, the agent", agentUID, "tcp6", "[::1]:7444", true)
-	h.check("IPv6, no call runs", pluginUID, "tcp6", "[::1]:7444", false)
-	release6, err := h.e.Allow(t.Context(), pluginUID, []string{"[::1]:7444"})
+	h.box.Wire("lan6", netip.MustParsePrefix("fd00::1/64"), h.machine, "eth6", netip.MustParsePrefix("fd00::2/64"))
+	const web6 = "[fd00::2]:7444"
+	h.echo(h.machine, "tcp6", ":7444")
+	// An IPv6 address takes a while until nobody else has it.
+	for end := time.Now().Add(10 * time.Second); !tryAs(h.box, agentUID, "tcp6", web6) && time.Now().Before(end); {
+	}
+	h.check("IPv6, the agent", agentUID, "tcp6", web6, true)
+	h.check("IPv6, no call runs", pluginUID, "tcp6", web6, false)
+	release6, err := h.e.Allow(t.Context(), pluginUID, []string{web6})
 	if err != nil {
 		t.Fatal(err)
 	}
-	h.check("IPv6, its call runs", pluginUID, "tcp6", "[::1]:7444", true)
+	h.check("IPv6, its call runs", pluginUID, "tcp6", web6, true)
 	release6()
 
 	release, err := h.e.Allow(t.Context(), pluginUID, []string{bmc, "nowhere.example"})
@@ -138,6 +143,34 @@ func TestEgress(t *testing.T) {
 	if _, err := h.e.Allow(t.Context(), pluginUID, nil); err == nil {
 		t.Error("Allow after Close = nil, want an error")
 	}
+}
+
+// A call that names the box itself, or a name that resolves to it, opens nothing:
+// only the resolver may be the box's.
+func TestEgressKeepsTheBoxClosed(t *testing.T) {
+	h := newHeld(t, "nameserver 127.0.0.1\n")
+	resolve := h.e.resolve
+	h.e.resolve = func(ctx context.Context, host string) ([]netip.Addr, error) {
+		if host == "box.example" {
+			return []netip.Addr{netip.MustParseAddr("127.0.0.2"), netip.MustParseAddr(boxUplink)}, nil
+		}
+		return resolve(ctx, host)
+	}
+	h.echo(h.box, "tcp4", ":7443")
+	h.echo(h.box, "udp4", ":53")
+	h.echo(h.box, "tcp6", "[::1]:7444")
+	h.echo(h.machine, "tcp4", ":7443")
+	release, err := h.e.Allow(t.Context(), pluginUID, []string{"127.0.0.1", "0.0.0.0", "[::1]:7444", "::ffff:127.0.0.1", boxLAN, "box.example", machineAddr})
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer release()
+	for _, a := range [][2]string{{"tcp4", "127.0.0.1:7443"}, {"tcp4", "127.0.0.2:7443"}, {"tcp4", "0.0.0.0:7443"}, {"tcp4", boxLAN + ":7443"}, {"tcp4", boxUplink + ":7443"}, {"tcp6", "[::1]:7444"}} {
+		h.check("the agent", agentUID, a[0], a[1], true)
+		h.check("a call that names the box", pluginUID, a[0], a[1], false)
+	}
+	h.check("the same call's machine", pluginUID, "tcp4", machineAddr+":7443", true)
+	h.check("the resolver", pluginUID, "udp4", "127.0.0.1:53", true)
 }
 
 func TestEgressTakesNewResolvers(t *testing.T) {

@@ -29,8 +29,9 @@ import (
 // SIGTERM, or ends at once with the exit code that its argument names.
 const Image = "localhost/idle:1"
 
-// Namespace is where the image lies.
-const Namespace = "bc-test"
+// Namespace is where the image lies. It is this process's own: a container's
+// cgroup is named by namespace and id alone, whichever containerd made it.
+func Namespace() string { return fmt.Sprintf("bc-test-%d", os.Getpid()) }
 
 // Daemon is a running containerd.
 type Daemon struct {
@@ -99,7 +100,7 @@ disabled_plugins = ["io.containerd.grpc.v1.cri"]
 			t.Errorf("containerd left something: %v", err)
 		}
 		// runc makes a cgroup for the namespace and leaves it; one in use stays.
-		for _, pattern := range []string{"/sys/fs/cgroup/" + Namespace, "/sys/fs/cgroup/*/" + Namespace} {
+		for _, pattern := range []string{"/sys/fs/cgroup/" + Namespace(), "/sys/fs/cgroup/*/" + Namespace()} {
 			groups, err := filepath.Glob(pattern)
 			if err != nil {
 				t.Error(err)
@@ -121,7 +122,7 @@ func (d *Daemon) await() {
 		if _, err = os.Stat(d.Address); err != nil {
 			continue
 		}
-		if d.client, err = client.New(d.Address, client.WithTimeout(5*time.Second), client.WithDefaultNamespace(Namespace)); err != nil {
+		if d.client, err = client.New(d.Address, client.WithTimeout(5*time.Second), client.WithDefaultNamespace(Namespace())); err != nil {
 			continue
 		}
 		if _, err = d.client.Version(d.t.Context()); err == nil {
@@ -132,7 +133,7 @@ func (d *Daemon) await() {
 }
 
 // Context is ctx in the test's namespace.
-func Context(ctx context.Context) context.Context { return namespaces.WithNamespace(ctx, Namespace) }
+func Context(ctx context.Context) context.Context { return namespaces.WithNamespace(ctx, Namespace()) }
 
 // Client is connected in the test's namespace.
 func (d *Daemon) Client() *client.Client { return d.client }
