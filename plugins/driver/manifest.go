@@ -170,7 +170,7 @@ func (m Manifest) IsRetrySafe(kind, operation string) bool {
 
 // IsStream reports whether the operation carries bytes both ways.
 func (m Manifest) IsStream(kind, operation string) bool {
-	return slices.Contains(m.StreamOperations, kind+"."+operation)
+	return len(m.StreamOperations) > 0 && slices.Contains(m.StreamOperations, kind+"."+operation)
 }
 
 // Same reports whether two manifests declare the same driver.

@@ -101,6 +101,10 @@ func (h *head) Write(p []byte) (int, error) {
 // sealedCopy is f's content in memory that nobody can write to.
 func sealedCopy(f *os.File, name string) (*os.File, error) {
 	fd, err := unix.MemfdCreate("bcx-plugin", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING|unix.MFD_EXEC)
+	if errors.Is(err, unix.EINVAL) {
+		// Before Linux 6.3 there is no such flag, and every such file can be executed.
+		fd, err = unix.MemfdCreate("bcx-plugin", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("make memory file: %w", err)
 	}

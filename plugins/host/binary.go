@@ -14,7 +14,7 @@ import (
 // errPin marks a binary that is not the pinned one.
 var errPin = errors.New("pin mismatch")
 
-// checkPin hashes an open file and answers its first bytes.
+// checkPin hashes an open file and answers its first bytes. It leaves the file's offset alone.
 func checkPin(f *os.File, path string, want [32]byte) (head []byte, err error) {
 	digest := sha256.New()
 	start := new(bytes.Buffer)

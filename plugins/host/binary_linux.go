@@ -10,11 +10,11 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-// openPinned opens a plugin and hashes it through that descriptor, which is
-// then executed. A read lease keeps writers out between the hash and the exec;
+// openBinary opens a plugin for verify, which hashes it through that descriptor,
+// and for the exec of it. A read lease keeps writers out until after both;
 // a file system without leases gets a sealed copy in memory instead. The caller
 // closes the file once the plugin runs.
-func openPinned(path string, want [32]byte) (*os.File, error) {
+func openBinary(path string) (*os.File, error) {
 	// O_NONBLOCK: a FIFO in the folder must not hold up the agent.
 	fd, err := unix.Open(path, unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
 	if err != nil {
@@ -46,16 +46,21 @@ func openPinned(path string, want [32]byte) (*os.File, error) {
 		f.Close()
 		f = copied
 	}
+	ok = true
+	return f, nil
+}
+
+// verify says why f must not be executed.
+func verify(f *os.File, path string, want [32]byte) error {
 	head, err := checkPin(f, path, want)
 	if err != nil {
-		return nil, err
+		return err
 	}
 	// A pin on a script would leave what its interpreter loads unpinned.
 	if !isELF(head) {
-		return nil, fmt.Errorf("%s is not an ELF executable", path)
+		return fmt.Errorf("%s is not an ELF executable", path)
 	}
-	ok = true
-	return f, nil
+	return nil
 }
 
 // lease keeps writers out for as long as f is open. A process between fork and
@@ -74,6 +79,10 @@ func lease(f *os.File) (err error) {
 // sealedCopy is f's content in memory that nobody can write to.
 func sealedCopy(f *os.File, name string) (*os.File, error) {
 	fd, err := unix.MemfdCreate("bcx-plugin", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING|unix.MFD_EXEC)
+	if errors.Is(err, unix.EINVAL) {
+		// Before Linux 6.3 there is no such flag, and every such file can be executed.
+		fd, err = unix.MemfdCreate("bcx-plugin", unix.MFD_CLOEXEC|unix.MFD_ALLOW_SEALING)
+	}
 	if err != nil {
 		return nil, fmt.Errorf("make memory file: %w", err)
 	}

@@ -14,6 +14,18 @@ import (
 	"github.com/better-compute/site-appliance/plugins/sandbox"
 )
 
+func openPinned(path string, want [32]byte) (*os.File, error) {
+	f, err := openBinary(path)
+	if err != nil {
+		return nil, err
+	}
+	if err := verify(f, path, want); err != nil {
+		f.Close()
+		return nil, err
+	}
+	return f, nil
+}
+
 func TestOpenPinnedKeepsWritersOut(t *testing.T) {
 	content, err := os.ReadFile("/bin/true")
 	if err != nil {

@@ -46,7 +46,7 @@ func TestTargets(t *testing.T) {
 		{schema, ``, nil},
 		{`{`, `{"address":"10.0.0.5","mirror":"http://x"}`, []string{"10.0.0.5"}},
 	} {
-		if got := targets(json.RawMessage(tt.schema), json.RawMessage(tt.config)); !slices.Equal(got, tt.want) {
+		if got := targets(addresses(json.RawMessage(tt.schema)), json.RawMessage(tt.config)); !slices.Equal(got, tt.want) {
 			t.Errorf("targets(%s, %s) = %q, want %q", tt.schema, tt.config, got, tt.want)
 		}
 	}
@@ -56,7 +56,7 @@ func FuzzTargets(f *testing.F) {
 	f.Add(`{"properties":{"mirror":{"format":"uri"}}}`, `{"address":"10.0.0.5:623","mirror":"https://[::1]:80/"}`)
 	f.Add(`{"properties":7}`, `{"address":"%zz://"}`)
 	f.Fuzz(func(t *testing.T, schema, config string) {
-		for _, s := range targets(json.RawMessage(schema), json.RawMessage(config)) {
+		for _, s := range targets(addresses(json.RawMessage(schema)), json.RawMessage(config)) {
 			if s == "" || len(s) > 2048 {
 				t.Errorf("targets(%q, %q) holds %q", schema, config, s)
 			}

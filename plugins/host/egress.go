@@ -21,9 +21,9 @@ type Egress interface {
 // maxTargets bounds the addresses of one call.
 const maxTargets = 64
 
-// targets finds the addresses in a configuration: its top-level strings that the
-// schema calls a URI, and the one named address.
-func targets(schema, config json.RawMessage) []string {
+// addresses are the top-level fields of a configuration that hold an address: those
+// that the schema calls a URI, and the one named address.
+func addresses(schema json.RawMessage) []string {
 	var s struct {
 		Properties map[string]struct {
 			Format string `json:"format"`
@@ -31,13 +31,24 @@ func targets(schema, config json.RawMessage) []string {
 	}
 	// A schema that cannot be read names no field; the driver's host checks it.
 	_ = json.Unmarshal(schema, &s)
+	names := []string{"address"}
+	for name, p := range s.Properties {
+		if p.Format == "uri" || p.Format == "url" {
+			names = append(names, name)
+		}
+	}
+	return names
+}
+
+// targets finds the addresses in a configuration: what its fields of these names hold.
+func targets(names []string, config json.RawMessage) []string {
 	var fields map[string]json.RawMessage
 	if json.Unmarshal(config, &fields) != nil {
 		return nil
 	}
 	var list []string
 	for name, raw := range fields {
-		if name != "address" && !slices.Contains([]string{"uri", "url"}, s.Properties[name].Format) {
+		if !slices.Contains(names, name) {
 			continue
 		}
 		var text string
@@ -73,13 +84,7 @@ func (p *plugin) admit(ctx context.Context, driver string, config json.RawMessag
 	if p.launch.egress == nil || !p.launch.confine || p.launch.uid < 0 {
 		return func() {}, nil
 	}
-	var schema json.RawMessage
-	for _, m := range p.first {
-		if m.ID == driver {
-			schema = json.RawMessage(m.ConfigSchema)
-		}
-	}
-	to := targets(schema, config)
+	to := targets(p.addresses[driver], config)
 	release, err = p.launch.egress.Allow(ctx, p.launch.uid, to)
 	var coded *errs.Error
 	switch {

@@ -97,7 +97,10 @@ const defaultRoot = "/run/bcx"
 type plugin struct {
 	launch  launch
 	backoff backoff.Policy
-	first   []driver.Manifest
+	// first is what it described at its first start, addresses the fields of its
+	// drivers' configurations that hold one.
+	first     []driver.Manifest
+	addresses map[string][]string
 
 	mu      sync.Mutex
 	current *process

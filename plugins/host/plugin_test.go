@@ -65,6 +65,9 @@ func plugin(name string, inherited []int) int {
 			fmt.Fprintln(os.Stderr, err)
 		}
 		return 1
+	case "tells", "pretends":
+		fmt.Fprintln(os.Stderr, name, "has run")
+		time.Sleep(time.Hour)
 	case "silent":
 		time.Sleep(time.Hour)
 	case "exits":

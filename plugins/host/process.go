@@ -61,12 +61,24 @@ type launch struct {
 // start runs a plugin up to its description. The caller's goroutine is locked
 // to its thread for as long as the process lives.
 func start(ctx context.Context, l launch) (_ *process, err error) {
-	binary, err := openPinned(l.path, l.pin.SHA256)
+	binary, err := openBinary(l.path)
 	if err != nil {
 		return nil, err
 	}
 	// Closing it ends the lease as well.
 	defer binary.Close()
+	// Hashing takes as long as it takes the shim to begin, so a shim begins
+	// meanwhile, and executes the plugin once the hash is the pinned one.
+	checked := make(chan error, 1)
+	go func() { checked <- verify(binary, l.path, l.pin.SHA256) }()
+	verified := sync.OnceValue(func() error { return <-checked })
+	defer verified()
+	held := len(l.shim) > 0
+	if !held {
+		if err := verified(); err != nil {
+			return nil, err
+		}
+	}
 	self, err := bcx.NewIdentity()
 	if err != nil {
 		return nil, err
@@ -88,7 +100,7 @@ func start(ctx context.Context, l launch) (_ *process, err error) {
 		}
 	}()
 	spec := sandbox.Spec{
-		Shim: l.shim, Binary: binary, Name: l.pin.Name, UID: l.uid, GID: l.gid, Confine: l.confine, Folder: p.run.dir,
+		Shim: l.shim, Binary: binary, Held: held, Name: l.pin.Name, UID: l.uid, GID: l.gid, Confine: l.confine, Folder: p.run.dir,
 		Env: []string{
 			"PATH=/usr/sbin:/usr/bin:/sbin:/bin",
 			bcx.CookieVariable + "=" + bcx.Cookie,
@@ -120,10 +132,18 @@ func start(ctx context.Context, l launch) (_ *process, err error) {
 	out := peer.Watch(stdout, stderr, l.log, redact)
 	go p.reap(l.log, out, stdout, stderr)
 
-	ctx, cancel := context.WithTimeout(ctx, l.timeout)
-	defer cancel()
-	o := peer.Options{Name: l.pin.Name, Log: l.log, Redact: redact, MaxResultBytes: maxResult}
-	if err := p.meet(ctx, self, out, l.timeout, o); err != nil {
+	err = verified()
+	if err == nil && held {
+		// Without it the shim ends; one that is gone shows below.
+		_, _ = p.stdin.Write([]byte{sandbox.GoAhead})
+	}
+	if err == nil {
+		ctx, cancel := context.WithTimeout(ctx, l.timeout)
+		defer cancel()
+		o := peer.Options{Name: l.pin.Name, Log: l.log, Redact: redact, MaxResultBytes: maxResult}
+		err = p.meet(ctx, self, out, l.timeout, o)
+	}
+	if err != nil {
 		p.kill()
 		<-p.exited
 		return nil, err

@@ -4,6 +4,7 @@ package host
 
 import (
 	"log/slog"
+	"os"
 	"os/exec"
 )
 
@@ -16,6 +17,8 @@ func bootID() string { return "unknown" }
 func pidSpace() string { return "" }
 
 func processMark(pid int) mark { return mark{PID: pid} }
+
+func removeTree(dir string) error { return os.RemoveAll(dir) }
 
 // await leaves the waiting to Wait.
 func await(*exec.Cmd) bool { return false }

@@ -110,8 +110,11 @@ func (n *run) save() error {
 
 // remove forgets the run, its folder first.
 func (n *run) remove() {
-	for _, path := range []string{n.dir, n.dir + recordSuffix + unfinished, n.dir + recordSuffix} {
-		if err := os.RemoveAll(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
+	if err := removeTree(n.dir); err != nil {
+		return
+	}
+	for _, path := range []string{n.dir + recordSuffix + unfinished, n.dir + recordSuffix} {
+		if err := os.Remove(path); err != nil && !errors.Is(err, fs.ErrNotExist) {
 			return
 		}
 	}

@@ -36,7 +36,10 @@ func (p *plugin) supervise(starting, life context.Context, first chan<- error) {
 		first <- err
 		return
 	}
-	p.first = proc.peer.Manifests()
+	p.first, p.addresses = proc.peer.Manifests(), map[string][]string{}
+	for _, m := range p.first {
+		p.addresses[m.ID] = addresses(m.ConfigSchema)
+	}
 	p.set(proc, "running", "")
 	log.Info("plugin runs", "pid", proc.cmd.Process.Pid, "version", proc.peer.PluginVersion(), "uid", p.launch.uid)
 	first <- nil

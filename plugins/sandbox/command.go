@@ -10,6 +10,9 @@ import (
 // shimFailed is the shim's exit code when it could not become the plugin.
 const shimFailed = 70
 
+// GoAhead is what a held shim waits for.
+const GoAhead = 'x'
+
 // Spec is a process to start.
 type Spec struct {
 	// Shim is the argv prefix of the program that calls ShimMain; empty: the
@@ -18,6 +21,9 @@ type Spec struct {
 	// Binary is executed from this open descriptor, never by its path; only
 	// where there is no such thing (not on Linux) by that.
 	Binary *os.File
+	// Held keeps the shim from executing the binary until GoAhead comes on stdin,
+	// which the binary does not see; anything else, or stdin's end, ends the shim.
+	Held bool
 	// Name is the process's argv[0].
 	Name string
 	// UID and GID are the process's own; negative: those of the caller.
@@ -36,6 +42,9 @@ type Spec struct {
 func (s Spec) check(goos string) error {
 	if s.Confine && len(s.Shim) == 0 {
 		return fmt.Errorf("confine %s: no shim is set", s.Name)
+	}
+	if s.Held && len(s.Shim) == 0 {
+		return fmt.Errorf("hold %s: no shim is set", s.Name)
 	}
 	if goos == "linux" {
 		return nil

@@ -35,6 +35,6 @@ func Command(s Spec) (*exec.Cmd, error) {
 	cmd.Args = append([]string{}, s.Shim...)
 	cmd.Args = append(cmd.Args,
 		"-uid="+strconv.Itoa(s.UID), "-gid="+strconv.Itoa(s.GID), "-parent="+strconv.Itoa(os.Getpid()),
-		"-confine="+strconv.FormatBool(s.Confine), "-folder="+s.Folder, "--", s.Name)
+		"-confine="+strconv.FormatBool(s.Confine), "-held="+strconv.FormatBool(s.Held), "-folder="+s.Folder, "--", s.Name)
 	return cmd, nil
 }

@@ -24,6 +24,7 @@ func TestCheck(t *testing.T) {
 	}{
 		{"everything, here", Spec{Shim: shim, Confine: true, UID: 61000, GID: 61000, Cgroup: f}, "linux", ""},
 		{"confined without a shim", Spec{Confine: true, UID: -1}, "linux", "no shim is set"},
+		{"held without a shim", Spec{Held: true, UID: -1}, "linux", "no shim is set"},
 		{"by path", Spec{UID: -1}, "darwin", ""},
 		{"by path", Spec{UID: -1}, "windows", ""},
 		{"a shim", Spec{Shim: shim, UID: -1}, "darwin", "a shim is asked for"},

@@ -79,6 +79,16 @@ func handled(version int) uint64 {
 	return rights
 }
 
+// scoped is what a version of Landlock keeps within the wall beside files: sockets
+// with a name that is no file's, which anybody in the network namespace can reach,
+// and signals, which else reach every process of the same uid.
+func scoped(version int) uint64 {
+	if version < 6 {
+		return 0
+	}
+	return unix.LANDLOCK_SCOPE_ABSTRACT_UNIX_SOCKET | unix.LANDLOCK_SCOPE_SIGNAL
+}
+
 // FileWall is the version of Landlock that the kernel offers; 0: none, and
 // confined plugins are kept from files by their uid alone.
 func FileWall() int {
@@ -98,9 +108,13 @@ func wallFiles(folder string, binary int) error {
 		return nil
 	}
 	all := handled(version)
-	// The first field alone: the rest of the struct is younger than some kernels.
-	attr := unix.LandlockRulesetAttr{Handled_access_fs: all}
-	fd, _, errno := unix.Syscall(unix.SYS_LANDLOCK_CREATE_RULESET, uintptr(unsafe.Pointer(&attr)), unsafe.Sizeof(attr.Handled_access_fs), 0)
+	attr := unix.LandlockRulesetAttr{Handled_access_fs: all, Scoped: scoped(version)}
+	// No more of the struct than is needed: the rest is younger than some kernels.
+	size := unsafe.Sizeof(attr.Handled_access_fs)
+	if attr.Scoped != 0 {
+		size = unsafe.Offsetof(attr.Scoped) + unsafe.Sizeof(attr.Scoped)
+	}
+	fd, _, errno := unix.Syscall(unix.SYS_LANDLOCK_CREATE_RULESET, uintptr(unsafe.Pointer(&attr)), size, 0)
 	if errno != 0 {
 		return fmt.Errorf("make rule set: %w", errno)
 	}

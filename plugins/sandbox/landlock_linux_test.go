@@ -2,6 +2,7 @@ package sandbox
 
 import (
 	"fmt"
+	"net"
 	"os"
 	"os/exec"
 	"path/filepath"
@@ -12,11 +13,28 @@ import (
 	"golang.org/x/sys/unix"
 )
 
-const shimWord = "bcx-shim"
+const (
+	shimWord = "bcx-shim"
+	// connectWord makes the test binary a program that connects to a unix socket.
+	connectWord = "connect"
+)
+
+func connects(name string) int {
+	c, err := net.Dial("unix", name)
+	if err != nil {
+		fmt.Println(err)
+		return 1
+	}
+	c.Close()
+	return 0
+}
 
 func TestMain(m *testing.M) {
 	if len(os.Args) > 1 && os.Args[1] == shimWord {
 		os.Exit(ShimMain(os.Args[2:]))
+	}
+	if len(os.Args) == 3 && os.Args[1] == connectWord {
+		os.Exit(connects(os.Args[2]))
 	}
 	os.Exit(m.Run())
 }
@@ -208,6 +226,51 @@ func TestNeighbourOfOneUser(t *testing.T) {
 	}
 	if out, err := shellAs(t, uid, false, "", line); err != nil || !strings.Contains(out, "s3cret") {
 		t.Errorf("unconfined: %q, %v, want it to work", out, err)
+	}
+	if FileWall() < 6 {
+		t.Skip("needs Landlock 6: this kernel's cannot hold back signals")
+	}
+	line = fmt.Sprintf("kill -0 %d", neighbour.Process.Pid)
+	if out, err := shellAs(t, uid, true, "", line); err == nil {
+		t.Errorf("confined, a signal to another process: %q", out)
+	}
+	if out, err := shellAs(t, uid, true, "", "sleep 60 & kill -0 $! && kill $!"); err != nil {
+		t.Errorf("confined, a signal to its own child: %q, %v, want it to work", out, err)
+	}
+	if out, err := shellAs(t, uid, false, "", line); err != nil {
+		t.Errorf("unconfined, a signal to another process: %q, %v, want it to work", out, err)
+	}
+}
+
+// A socket with a name that is no file's has no permissions: only the wall keeps
+// a plugin from it.
+func TestAbstractSocketOfAnother(t *testing.T) {
+	if FileWall() < 6 {
+		t.Skip("needs Landlock 6: this kernel's cannot hold back abstract sockets")
+	}
+	name := fmt.Sprintf("@bcx-test-%d", os.Getpid())
+	l, err := net.Listen("unix", name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer l.Close()
+	self, err := os.Executable()
+	if err != nil {
+		t.Fatal(err)
+	}
+	if out, err := run(t, self, -1, true, "", connectWord, name); err == nil || !strings.Contains(out, "not permitted") {
+		t.Errorf("confined: %q, %v, want that it is not permitted", out, err)
+	}
+	if out, err := run(t, self, -1, false, "", connectWord, name); err != nil {
+		t.Errorf("unconfined: %q, %v, want it to work", out, err)
+	}
+}
+
+// One byte forbids a core file, and that the kernel pipes one to a program.
+func TestNoCore(t *testing.T) {
+	out, err := shell(t, true, "", "grep core /proc/self/limits")
+	if f := strings.Fields(out); err != nil || len(f) != 7 || f[4] != "1" || f[5] != "1" {
+		t.Errorf("limit of core files = %q, %v, want 1 byte", out, err)
 	}
 }
 

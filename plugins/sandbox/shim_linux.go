@@ -1,6 +1,7 @@
 package sandbox
 
 import (
+	"errors"
 	"flag"
 	"fmt"
 	"os"
@@ -30,6 +31,7 @@ func shim(args []string) error {
 	gid := flags.Int("gid", -1, "gid to become")
 	parent := flags.Int("parent", 0, "pid of the host")
 	confine := flags.Bool("confine", true, "set no_new_privs, the wall around files and the filter")
+	held := flags.Bool("held", false, "wait for the go-ahead on stdin before executing the plugin")
 	folder := flags.String("folder", "", "the only folder to write in")
 	if err := flags.Parse(args); err != nil {
 		return err
@@ -50,8 +52,10 @@ func shim(args []string) error {
 	if os.Getppid() != *parent {
 		return fmt.Errorf("the host (pid %d) is gone", *parent)
 	}
-	// A core file would hold the credentials of the calls in flight.
-	if err := unix.Setrlimit(unix.RLIMIT_CORE, &unix.Rlimit{}); err != nil {
+	// A core file would hold the credentials of the calls in flight. With a limit of
+	// none the kernel still pipes one to a program that handles them, with one byte
+	// it does neither (core(5)).
+	if err := unix.Setrlimit(unix.RLIMIT_CORE, &unix.Rlimit{Cur: 1, Max: 1}); err != nil {
 		return fmt.Errorf("forbid core files: %w", err)
 	}
 	unix.Umask(0o077)
@@ -70,8 +74,30 @@ func shim(args []string) error {
 		return fmt.Errorf("close inherited descriptors: %w", err)
 	}
 	unix.CloseOnExec(binaryFD)
+	if *held {
+		if err := awaitGoAhead(); err != nil {
+			return err
+		}
+	}
 	err := unix.Exec(fmt.Sprintf("/proc/self/fd/%d", binaryFD), flags.Args(), os.Environ())
 	return fmt.Errorf("execute the plugin: %w", err)
+}
+
+// awaitGoAhead waits for one byte and takes no more: what follows is the plugin's.
+func awaitGoAhead() error {
+	var b [1]byte
+	for {
+		n, err := unix.Read(0, b[:])
+		switch {
+		case errors.Is(err, unix.EINTR):
+			continue
+		case err != nil:
+			return fmt.Errorf("wait for the go-ahead: %w", err)
+		case n == 0 || b[0] != GoAhead:
+			return errors.New("the host gave no go-ahead")
+		}
+		return nil
+	}
 }
 
 func become(uid, gid int) error {

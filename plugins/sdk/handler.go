@@ -6,7 +6,6 @@ import (
 	"fmt"
 	"log/slog"
 	"regexp"
-	"runtime/debug"
 	"strings"
 	"sync"
 	"time"
@@ -30,8 +29,7 @@ type Handler struct {
 	version string
 	log     *slog.Logger
 	drivers []*driver.Definition
-	// running counts operations, also those that a caller gave up on.
-	running sync.WaitGroup
+	crew    crew
 }
 
 // NewHandler makes the handler of drivers whose ids all differ.
@@ -43,6 +41,7 @@ func NewHandler(opts Options, drivers ...*driver.Definition) (*Handler, error) {
 	if h.log == nil {
 		h.log = slog.New(slog.DiscardHandler)
 	}
+	h.crew.log = h.log
 	for i, d := range drivers {
 		if d == nil {
 			return nil, errors.New("serve: a driver is nil")
@@ -58,9 +57,10 @@ func NewHandler(opts Options, drivers ...*driver.Definition) (*Handler, error) {
 
 // wait lets abandoned operations end.
 func (h *Handler) wait(limit time.Duration) {
+	h.crew.dismiss()
 	done := make(chan struct{})
 	go func() {
-		h.running.Wait()
+		h.crew.running.Wait()
 		close(done)
 	}()
 	timer := time.NewTimer(limit)
@@ -159,8 +159,7 @@ func failed(err error, retrySafe bool) *driverv1.InvokeResponse {
 }
 
 func (h *Handler) context(ctx context.Context, m *driverv1.InvokeRequest, emit func(driver.Progress)) *driver.Context {
-	log := h.log.With("driver", m.GetDriver(), "operation", m.GetKind()+"."+m.GetOperation(), "idempotency_key", m.GetIdempotencyKey())
-	call := driver.NewContext(ctx, secrets(m.GetSecrets()), log, emit)
+	call := driver.NewContext(ctx, secrets(m.GetSecrets()), h.logOf(m), emit)
 	call.IdempotencyKey, call.Traceparent, call.TargetNodeID = m.GetIdempotencyKey(), m.GetTraceparent(), m.GetTargetNodeId()
 	return call
 }
@@ -170,24 +169,10 @@ func (h *Handler) run(ctx context.Context, f func() ([]byte, error)) ([]byte, er
 	if err := over(ctx); err != nil {
 		return nil, err
 	}
-	type answer struct {
-		result []byte
-		err    error
-	}
-	done := make(chan answer, 1)
-	h.running.Go(func() {
-		a := answer{err: errs.New(errs.DriverError, "the operation ended its goroutine")}
-		defer func() {
-			if r := recover(); r != nil {
-				h.log.Error("operation panicked", "panic", fmt.Sprint(r), "stack", string(debug.Stack()))
-				a = answer{err: errs.New(errs.DriverError, "the operation panicked: %v", r)}
-			}
-			done <- a
-		}()
-		a.result, a.err = f()
-	})
+	w := h.crew.begin(f)
 	select {
-	case a := <-done:
+	case a := <-w.done:
+		h.crew.end(w, a)
 		// What an operation without a word of its own says once its time is over
 		// is that its time is over.
 		var own *errs.Error
@@ -198,8 +183,9 @@ func (h *Handler) run(ctx context.Context, f func() ([]byte, error)) ([]byte, er
 		}
 		return a.result, a.err
 	case <-ctx.Done():
+		close(w.jobs)
 		select {
-		case a := <-done:
+		case a := <-w.done:
 			if a.err == nil {
 				return a.result, nil
 			}
@@ -270,15 +256,19 @@ func text(s string) string {
 	return strings.ToValidUTF8(s[:min(len(s), maxText)], "\ufffd")
 }
 
+// until bounds ctx, which is a served call's and ends with it.
 func until(ctx context.Context, deadlineMillis int64) (context.Context, context.CancelFunc) {
 	if deadlineMillis == 0 {
-		return context.WithCancel(ctx)
+		return ctx, func() {}
 	}
 	return context.WithDeadline(ctx, time.UnixMilli(deadlineMillis))
 }
 
 func secrets(m map[string]string) driver.Delivered {
-	s := driver.Delivered{}
+	if len(m) == 0 {
+		return nil
+	}
+	s := make(driver.Delivered, len(m))
 	for k, v := range m {
 		s[k] = secret.New([]byte(v))
 	}

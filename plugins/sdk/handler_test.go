@@ -169,7 +169,7 @@ func TestInvoke(t *testing.T) {
 			t.Errorf("%s = %s %.90q %v, want %s %.90q %v", tt.operation, e.GetCode(), e.GetMessage(), e.GetRetryable(), tt.code, tt.message, tt.retryable)
 		}
 	}
-	h.running.Wait()
+	h.crew.running.Wait()
 }
 
 func TestInvokeCancelled(t *testing.T) {
@@ -227,10 +227,15 @@ type script struct {
 	in  chan *driverv1.StreamRequest
 	end error
 	out []*driverv1.StreamResponse
+	// opened, if there is one, holds the end back until the stream is open.
+	opened chan struct{}
 }
 
 func (s *script) Receive() (*driverv1.StreamRequest, error) {
 	m, ok := <-s.in
+	if !ok && s.opened != nil {
+		<-s.opened
+	}
 	if !ok {
 		return nil, s.end
 	}
@@ -242,6 +247,9 @@ func (s *script) Send(m *driverv1.StreamResponse) error {
 		return err
 	}
 	s.out = append(s.out, proto.Clone(m).(*driverv1.StreamResponse))
+	if len(s.out) == 1 && s.opened != nil {
+		close(s.opened)
+	}
 	return nil
 }
 
@@ -288,7 +296,7 @@ func TestStream(t *testing.T) {
 	h := handler(t, define(t, "acme", nil))
 	end := &driverv1.StreamRequest{Frame: &driverv1.StreamRequest_Close{}}
 	broken := play(open("pipe", 0))
-	broken.end = errors.New("reset")
+	broken.end, broken.opened = errors.New("reset"), make(chan struct{})
 	for _, tt := range []struct {
 		name string
 		wire *script
@@ -318,7 +326,7 @@ func TestStream(t *testing.T) {
 			t.Errorf("%s: stream says %s, want %s", tt.name, got, tt.want)
 		}
 	}
-	h.running.Wait()
+	h.crew.running.Wait()
 }
 
 // TestStreamOpensTwice has the operation wait for input, so that the wrong
@@ -338,7 +346,7 @@ func TestStreamOpensTwice(t *testing.T) {
 	if got := told(wire.out); !strings.HasSuffix(got, "error invalid-args") {
 		t.Errorf("stream says %s, want it to end with invalid-args", got)
 	}
-	h.running.Wait()
+	h.crew.running.Wait()
 }
 
 func FuzzInvoke(f *testing.F) {

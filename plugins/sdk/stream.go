@@ -60,7 +60,7 @@ func (h *Handler) stream(ctx context.Context, wire frames) error {
 		defer b.timer.Stop()
 	}
 	// It ends when the stream does, at the latest when this handler returns.
-	h.running.Go(func() { b.receive(cancel) })
+	h.crew.running.Go(func() { b.receive(cancel) })
 	call := h.context(ctx, m, nil)
 	_, err = h.run(ctx, func() ([]byte, error) {
 		return nil, d.Stream(call, m.GetKind(), m.GetOperation(), []byte(m.GetConfigJson()), []byte(m.GetArgsJson()), b)

@@ -17,7 +17,9 @@ type block struct {
 	// pseudo fields, whose names begin with a colon, come before the regular ones.
 	pseudo, regular []hpack.HeaderField
 	size            int
-	malformed       bool
+	// wire is what the block took on the wire so far.
+	wire      int
+	malformed bool
 
 	dec *hpack.Decoder
 }
@@ -33,10 +35,15 @@ func newBlock() *block {
 // says what is wrong with the whole.
 func (b *block) begin(f *http2.HeadersFrame) {
 	b.id, b.end = f.StreamID, f.StreamEnded()
-	b.pseudo, b.regular, b.size, b.malformed = b.pseudo[:0], b.regular[:0], 0, false
+	b.pseudo, b.regular, b.size, b.wire, b.malformed = b.pseudo[:0], b.regular[:0], 0, 0, false
 }
 
 func (b *block) write(part []byte) error {
+	// One that is only too large is the stream's error, and one without end the
+	// connection's.
+	if b.wire += frameHeader + len(part); b.wire > maxBlock {
+		return http2.ConnectionError(http2.ErrCodeEnhanceYourCalm)
+	}
 	if _, err := b.dec.Write(part); err != nil {
 		return http2.ConnectionError(http2.ErrCodeCompression)
 	}

@@ -201,8 +201,9 @@ type body struct {
 	req  *http.Request
 	ctx  context.Context
 	stop func() bool
-	// sending is true for a body that did not leave with the headers.
-	sending bool
+	// source is the request's body if it did not leave with the headers. The
+	// request itself gets another one when it is tried again.
+	source io.ReadCloser
 
 	status int
 	header http.Header
@@ -214,7 +215,7 @@ var buffers = sync.Pool{New: func() any { return new([maxFrame]byte) }}
 func (c *clientConn) call(req *http.Request) (*http.Response, error) {
 	b := &body{stream: c.newStream(), req: req, ctx: req.Context()}
 	b.owner = b
-	b.dropped = c.endIfIdle
+	b.dropped = b.gone
 	if err := b.ctx.Err(); err != nil {
 		closeBody(req)
 		return nil, err
@@ -234,7 +235,9 @@ func (c *clientConn) call(req *http.Request) (*http.Response, error) {
 		}
 		first, whole = buf[:n], int64(n) == req.ContentLength
 	}
-	b.sending = !whole
+	if !whole {
+		b.source = req.Body
+	}
 	b.stop = context.AfterFunc(b.ctx, b.abort)
 	c.mu.Lock()
 	err := c.open(b.stream, req, whole, first)
@@ -270,8 +273,14 @@ func (c *clientConn) call(req *http.Request) (*http.Response, error) {
 
 // open sends a call's headers, and its body as far as it is known. mu is held.
 func (c *clientConn) open(st *stream, req *http.Request, whole bool, first []byte) error {
-	for c.err == nil && !c.retired && st.err == nil && len(c.streams) >= int(min(c.peer.streams, maxWindow)) {
-		c.wait()
+	full := func() bool {
+		return c.err == nil && c.deaf == nil && !c.retired && st.err == nil &&
+			(len(c.streams) >= int(min(c.peer.streams, maxWindow)) || len(c.pending) >= maxPending)
+	}
+	for full() {
+		if c.flush(); full() {
+			c.wait()
+		}
 	}
 	switch {
 	case c.err != nil && c.lastID == 0:
@@ -315,7 +324,7 @@ func (b *body) send(buf *[maxFrame]byte, first []byte) {
 	var m message
 	m.write(first)
 	for {
-		n, rerr := b.req.Body.Read(buf[:])
+		n, rerr := b.source.Read(buf[:])
 		whole := m.write(buf[:n])
 		c.mu.Lock()
 		err := c.appendData(b.stream, buf[:n], rerr == io.EOF)
@@ -328,7 +337,7 @@ func (b *body) send(buf *[maxFrame]byte, first []byte) {
 		ended := b.remoteEnded || b.err != nil
 		c.mu.Unlock()
 		if rerr != nil || err != nil || ended {
-			b.req.Body.Close()
+			b.source.Close()
 			return
 		}
 	}
@@ -430,8 +439,20 @@ func (b *body) end(err error) {
 	c.reset(b.stream, http2.ErrCodeCancel, err)
 	c.flush()
 	b.fail(err)
-	if b.sending {
-		// Whoever writes it is to stop.
-		b.req.Body.Close()
+	b.stopSending()
+}
+
+// gone is told that the connection has forgotten the call. mu is held.
+func (b *body) gone() {
+	if b.err != nil {
+		b.stopSending()
+	}
+	b.stream.c.role.endIfIdle()
+}
+
+// stopSending tells whoever writes the request's body to stop.
+func (b *body) stopSending() {
+	if b.source != nil {
+		b.source.Close()
 	}
 }

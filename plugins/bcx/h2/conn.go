@@ -38,6 +38,8 @@ const (
 	earlyStreams = 100
 	// maxHeaders bounds the headers of a message.
 	maxHeaders = 64 << 10
+	// maxBlock bounds them on the wire, where nobody ends a block.
+	maxBlock = 4 * maxHeaders
 	// maxFrame is the largest payload that is sent and taken: with it a frame
 	// fills a TLS record.
 	maxFrame = 16 << 10
@@ -309,10 +311,13 @@ func (c *conn) fail(err error) {
 		return
 	}
 	c.err = err
-	for _, st := range c.streams {
+	for id, st := range c.streams {
+		delete(c.streams, id)
 		st.fail(err)
+		if st.dropped != nil {
+			st.dropped()
+		}
 	}
-	clear(c.streams)
 	c.room.Broadcast()
 	c.nc.Close()
 }
@@ -341,8 +346,12 @@ func (c *conn) read() error {
 			} else {
 				c.pending = appendUint32(c.pending, http2.FrameRSTStream, se.StreamID, uint32(se.Code))
 			}
+			owed := len(c.pending)
 			c.mu.Unlock()
-			continue
+			if owed <= maxOwed {
+				continue
+			}
+			err = http2.ConnectionError(http2.ErrCodeEnhanceYourCalm)
 		}
 		if err == io.EOF {
 			err = io.ErrUnexpectedEOF // for a call it is no end

@@ -8,6 +8,11 @@ import (
 	"syscall"
 )
 
+// maxKept is when nothing more is kept of what TLS says by itself: it answers
+// each new key that the other side asks for. It is more than a write that the
+// connection asked for can leave.
+const maxKept = 2 * maxOwed
+
 // patient is a connection below TLS whose Write never waits for the other side:
 // what the socket does not take at once is kept for finish. So whoever has
 // something to say can write it, without a goroutine in between.
@@ -46,6 +51,9 @@ func (p *patient) Write(b []byte) (int, error) {
 	defer p.mu.Unlock()
 	if !p.started {
 		return p.Conn.Write(b)
+	}
+	if !p.corked && len(p.kept) > maxKept {
+		return 0, errors.New("h2: the other side does not read")
 	}
 	p.kept = append(p.kept, b...)
 	if p.corked || p.finishing {

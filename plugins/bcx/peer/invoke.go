@@ -36,12 +36,13 @@ type Call struct {
 
 // request is c as it crosses the wire.
 func (c Call) request() (*driverv1.InvokeRequest, error) {
-	if err := isText(c.Secrets, c.Driver, c.Kind, c.Operation, string(c.Config), string(c.Args), c.IdempotencyKey, c.Traceparent, c.TargetNodeID); err != nil {
+	config, args := string(c.Config), string(c.Args)
+	if err := isText(c.Secrets, c.Driver, c.Kind, c.Operation, config, args, c.IdempotencyKey, c.Traceparent, c.TargetNodeID); err != nil {
 		return nil, err
 	}
 	req := &driverv1.InvokeRequest{
 		Driver: c.Driver, Kind: c.Kind, Operation: c.Operation,
-		ConfigJson: string(c.Config), ArgsJson: string(c.Args), Secrets: reveal(c.Secrets),
+		ConfigJson: config, ArgsJson: args, Secrets: reveal(c.Secrets),
 		IdempotencyKey: c.IdempotencyKey, Traceparent: c.Traceparent, TargetNodeId: c.TargetNodeID,
 	}
 	if !c.Deadline.IsZero() {
@@ -77,6 +78,9 @@ func isText(secrets map[string]secret.Value, texts ...string) error {
 }
 
 func reveal(secrets map[string]secret.Value) map[string]string {
+	if len(secrets) == 0 {
+		return nil
+	}
 	out := make(map[string]string, len(secrets))
 	for name, v := range secrets {
 		out[name] = string(v.Reveal())
