@@ -721,34 +721,6 @@ func TestSwappedAfterHashing(t *testing.T) {
 	}
 }
 
-// TestSealedCopy stands in where the file cannot be leased.
-func TestSealedCopy(t *testing.T) {
-	path, pin := self(t)
-	f, err := os.Open(path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer f.Close()
-	c, err := sealedCopy(f, path)
-	if err != nil {
-		t.Fatal(err)
-	}
-	defer c.Close()
-	if got, err := SHA256File(fmt.Sprintf("/proc/self/fd/%d", c.Fd())); err != nil || got != pin {
-		t.Errorf("copy has %s, %v, want %s", got, err, pin)
-	}
-	if w, err := os.OpenFile(fmt.Sprintf("/proc/self/fd/%d", c.Fd()), os.O_RDWR, 0); err == nil {
-		if _, err := w.WriteString("x"); err == nil {
-			t.Error("the copy can be written to")
-		}
-		w.Close()
-	}
-	cmd := exec.Command(fmt.Sprintf("/proc/self/fd/%d", c.Fd()), "-test.run=^$")
-	if out, err := cmd.CombinedOutput(); err != nil {
-		t.Errorf("run the copy: %v\n%s", err, out)
-	}
-}
-
 // TestOpenForWriting: a writer that goes away in time is waited for.
 func TestOpenForWriting(t *testing.T) {
 	path := copySelf(t)

@@ -16,6 +16,7 @@ import (
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/plugins/bcx"
 	"github.com/better-compute/site-appliance/plugins/bcx/peer"
+	"github.com/better-compute/site-appliance/plugins/frozen"
 	"github.com/better-compute/site-appliance/plugins/sandbox"
 )
 
@@ -61,7 +62,7 @@ type launch struct {
 // start runs a plugin up to its description. The caller's goroutine is locked
 // to its thread for as long as the process lives.
 func start(ctx context.Context, l launch) (_ *process, err error) {
-	binary, err := openBinary(l.path)
+	binary, err := frozen.Open(l.path, false)
 	if err != nil {
 		return nil, err
 	}

@@ -2,7 +2,6 @@ package host
 
 import (
 	"bytes"
-	"errors"
 	"fmt"
 	"log/slog"
 	"os"
@@ -13,6 +12,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/better-compute/site-appliance/appliance/base/procstat"
 	"github.com/better-compute/site-appliance/plugins/bcx"
 )
 
@@ -98,7 +98,7 @@ func members(r *run) []mark {
 	// The number of a group is free only once the group is empty: a leader with
 	// another start means that this group is another one by now.
 	grouped := leader.PID > 0 && r.record.UID >= 0
-	if s, err := readStat(leader.PID); err == nil && s.Start != leader.Start {
+	if s, err := procstat.Read(leader.PID); err == nil && s.Start != leader.Start {
 		grouped = false
 	}
 	var list []mark
@@ -107,16 +107,16 @@ func members(r *run) []mark {
 		if err != nil || pid == os.Getpid() {
 			continue
 		}
-		s, err := readStat(pid)
-		if err != nil || s.ended() || s.Start < leader.Start || ownerOf(pid) != uid {
+		s, err := procstat.Read(pid)
+		if err != nil || s.Ended() || s.Start < leader.Start || ownerOf(pid) != uid {
 			continue
 		}
 		environ, _ := os.ReadFile(fmt.Sprintf("/proc/%d/environ", pid))
-		switch {
-		case s.mark == leader,
-			grouped && s.group == leader.PID,
+		switch own := (mark{s.PID, s.Start}); {
+		case own == leader,
+			grouped && s.Group == leader.PID,
 			containsVariable(environ, variable):
-			list = append(list, s.mark)
+			list = append(list, own)
 		}
 	}
 	return list
@@ -149,61 +149,18 @@ func ownerOf(pid int) int {
 	return -1
 }
 
-// procStat is what /proc/<pid>/stat says of a process.
-type procStat struct {
-	mark
-	state byte
-	group int
-}
-
-func (s procStat) ended() bool { return s.state == 'Z' || s.state == 'X' }
-
-func readStat(pid int) (procStat, error) {
-	data, err := os.ReadFile(fmt.Sprintf("/proc/%d/stat", pid))
-	if err != nil {
-		return procStat{}, err
-	}
-	return parseStat(data)
-}
-
-// parseStat reads a line of proc(5)'s stat. The name in it may hold anything.
-func parseStat(data []byte) (procStat, error) {
-	var s procStat
-	name := bytes.LastIndexByte(data, ')')
-	first, _, ok := bytes.Cut(data, []byte(" ("))
-	if name < 0 || !ok {
-		return s, errors.New("process status has no name")
-	}
-	rest := strings.Fields(string(data[name+1:]))
-	if len(rest) < 20 || len(rest[0]) != 1 {
-		return s, fmt.Errorf("process status has %d fields after the name", len(rest))
-	}
-	var err error
-	if s.PID, err = strconv.Atoi(string(first)); err != nil {
-		return s, fmt.Errorf("process status: %w", err)
-	}
-	s.state = rest[0][0]
-	if s.group, err = strconv.Atoi(rest[2]); err != nil {
-		return s, fmt.Errorf("process status: %w", err)
-	}
-	if s.Start, err = strconv.ParseUint(rest[19], 10, 64); err != nil {
-		return s, fmt.Errorf("process status: %w", err)
-	}
-	return s, nil
-}
-
 // processMark is the mark of a process that runs now.
 func processMark(pid int) mark {
-	s, err := readStat(pid)
+	s, err := procstat.Read(pid)
 	if err != nil {
 		return mark{PID: pid}
 	}
-	return s.mark
+	return mark{s.PID, s.Start}
 }
 
 func (m mark) alive() bool {
-	s, err := readStat(m.PID)
-	return err == nil && s.mark == m && !s.ended()
+	s, err := procstat.Read(m.PID)
+	return err == nil && m == (mark{s.PID, s.Start}) && !s.Ended()
 }
 
 // kill ends the process and waits until it is gone. It goes by a descriptor that

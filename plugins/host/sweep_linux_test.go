@@ -167,21 +167,3 @@ func FuzzParseRecord(f *testing.F) {
 		}
 	})
 }
-
-func FuzzParseStat(f *testing.F) {
-	own, err := os.ReadFile("/proc/self/stat")
-	if err != nil {
-		f.Fatal(err)
-	}
-	f.Add(own)
-	f.Add([]byte("12 (a) b (c)) S 1 12 12 0 -1 4194304 1 0 0 0 0 0 0 0 20 0 1 0 4242 1 1"))
-	f.Add([]byte(") 1 ("))
-	f.Fuzz(func(t *testing.T, data []byte) { _, _ = parseStat(data) })
-}
-
-func TestParseStat(t *testing.T) {
-	s, err := parseStat([]byte("12 (a) b (c)) S 1 13 12 0 -1 4194304 1 0 0 0 0 0 0 0 20 0 1 0 4242 1 1\n"))
-	if err != nil || s.mark != (mark{12, 4242}) || s.state != 'S' || s.group != 13 {
-		t.Errorf("parseStat = %+v, %v", s, err)
-	}
-}

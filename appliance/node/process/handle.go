@@ -7,9 +7,10 @@ import (
 	"os"
 	"path/filepath"
 	"strconv"
-	"strings"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/better-compute/site-appliance/appliance/base/procstat"
 )
 
 // identity tells one process from any other that ever has its number: a number
@@ -18,39 +19,6 @@ type identity struct {
 	PID   int    `json:"pid"`
 	Start uint64 `json:"start"` // clock ticks since boot
 	Boot  string `json:"boot"`
-}
-
-// stat is what /proc says of a process.
-type stat struct {
-	state byte
-	start uint64
-}
-
-// readStat parses /proc/PID/stat. The name in it may hold anything, so fields
-// count from its last parenthesis.
-func readStat(pid int) (stat, error) {
-	data, err := os.ReadFile(filepath.Join("/proc", strconv.Itoa(pid), "stat"))
-	if err != nil {
-		return stat{}, err
-	}
-	return parseStat(data)
-}
-
-func parseStat(data []byte) (stat, error) {
-	i := bytes.LastIndexByte(data, ')')
-	if i < 0 {
-		return stat{}, errors.New("no name in /proc/PID/stat")
-	}
-	fields := strings.Fields(string(data[i+1:]))
-	const startField = 22 - 3 // the state is field 3
-	if len(fields) <= startField || len(fields[0]) != 1 {
-		return stat{}, errors.New("too few fields in /proc/PID/stat")
-	}
-	start, err := strconv.ParseUint(fields[startField], 10, 64)
-	if err != nil {
-		return stat{}, fmt.Errorf("start time in /proc/PID/stat: %w", err)
-	}
-	return stat{fields[0][0], start}, nil
 }
 
 // pidfdSignalProcessGroup is a flag of pidfd_send_signal since Linux 6.9.
@@ -72,8 +40,8 @@ func (id identity) open(boot string) (*os.File, error) {
 	if err != nil {
 		return nil, fmt.Errorf("open process %d: %w", id.PID, err)
 	}
-	st, err := readStat(id.PID)
-	if err != nil || st.start != id.Start || st.state == 'Z' || st.state == 'X' {
+	st, err := procstat.Read(id.PID)
+	if err != nil || st.Start != id.Start || st.State == 'Z' || st.State == 'X' {
 		unix.Close(fd)
 		return nil, errGone
 	}
@@ -139,7 +107,7 @@ func sweep(run string) error {
 				continue
 			}
 			// Again, now that the number cannot change its meaning.
-			if st, err := readStat(pid); err == nil && st.state != 'Z' && marked(pid, want) {
+			if st, err := procstat.Read(pid); err == nil && !st.Ended() && marked(pid, want) {
 				found = true
 				_ = unix.PidfdSendSignal(fd, unix.SIGKILL, nil, 0)
 			}

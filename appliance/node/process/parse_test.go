@@ -43,18 +43,6 @@ func TestParseConfig(t *testing.T) {
 	}
 }
 
-func TestParseStat(t *testing.T) {
-	line := "12 (a) b (c) S 1 12 12 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 4711 1 2"
-	if got, err := parseStat([]byte(line)); err != nil || got != (stat{'S', 4711}) {
-		t.Errorf("parseStat() = %+v, %v, want S and 4711", got, err)
-	}
-	for _, bad := range []string{"", "12 (a", "12 (a) S 1", "12 (a) S 1 12 12 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 x 1"} {
-		if _, err := parseStat([]byte(bad)); err == nil {
-			t.Errorf("parseStat(%q) has no error", bad)
-		}
-	}
-}
-
 func TestOOMKills(t *testing.T) {
 	for text, want := range map[string]uint64{
 		"low 0\nhigh 0\nmax 12\noom 3\noom_kill 2\noom_group_kill 0\n": 2, "oom_kill 0\n": 0, "oom_kill x\n": 0, "": 0, "oom_kill_x 3\n": 0,
@@ -85,9 +73,4 @@ func FuzzRecord(f *testing.F) {
 			t.Errorf("parseRecord(%q) = %+v", data, rec)
 		}
 	})
-}
-
-func FuzzParseStat(f *testing.F) {
-	f.Add([]byte("12 (a) S 1 12 12 0 -1 4194560 1 2 3 4 5 6 7 8 20 0 1 0 4711 1 2"))
-	f.Fuzz(func(t *testing.T, data []byte) { parseStat(data) })
 }

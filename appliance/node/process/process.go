@@ -24,6 +24,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
+	"github.com/better-compute/site-appliance/appliance/base/procstat"
 	"github.com/better-compute/site-appliance/plugins/instance"
 )
 
@@ -457,11 +458,11 @@ func (r *Runtime) start(p *proc, s instance.Spec, c Config, credential *syscall.
 		}
 		return errors.Join(err, f.Close())
 	}
-	st, err := readStat(pid)
+	st, err := procstat.Read(pid)
 	if err != nil {
 		return giveUp(fmt.Errorf("start instance: %w", err))
 	}
-	at.identity = identity{PID: pid, Start: st.start, Boot: r.o.BootID}
+	at.identity = identity{PID: pid, Start: st.Start, Boot: r.o.BootID}
 	if err := r.save(record{Spec: s, Run: &at}); err != nil {
 		return giveUp(err)
 	}

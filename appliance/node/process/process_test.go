@@ -22,6 +22,7 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
+	"github.com/better-compute/site-appliance/appliance/base/procstat"
 	"github.com/better-compute/site-appliance/plugins/instance"
 )
 
@@ -218,8 +219,8 @@ func starts(t *testing.T, r *Runtime, id string) int {
 }
 
 func alive(pid int) bool {
-	st, err := readStat(pid)
-	return err == nil && st.state != 'Z'
+	st, err := procstat.Read(pid)
+	return err == nil && st.State != 'Z'
 }
 
 func both(t *testing.T, f func(t *testing.T, o Options)) {
@@ -498,15 +499,15 @@ func TestLeavesARecycledNumberAlone(t *testing.T) {
 		t.Fatal(err)
 	}
 	t.Cleanup(func() { other.Process.Kill(); other.Wait() })
-	st, err := readStat(other.Process.Pid)
+	st, err := procstat.Read(other.Process.Pid)
 	if err != nil {
 		t.Fatal(err)
 	}
 	boot := "boot-1"
 	for name, at := range map[string]identity{
-		"another start": {other.Process.Pid, st.start - 1, boot},
-		"another boot":  {other.Process.Pid, st.start, "boot-0"},
-		"the very one":  {other.Process.Pid, st.start, boot},
+		"another start": {other.Process.Pid, st.Start - 1, boot},
+		"another boot":  {other.Process.Pid, st.Start, "boot-0"},
+		"the very one":  {other.Process.Pid, st.Start, boot},
 	} {
 		dir := t.TempDir()
 		s := spec(t, "i-1", 1, Config{Argv: []string{self(t), "instance", "sleep"}})

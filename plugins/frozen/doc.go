@@ -1,0 +1,2 @@
+// Package frozen opens a program so that what is executed is what was hashed.
+package frozen
