@@ -163,6 +163,15 @@ func breaker(broken string) int {
 		// A stream that has neither its error nor its end.
 		tampering = opens(func(m *driverv1.InvokeRequest) { m.ArgsJson = "" })
 	}
+	if is("tardy") {
+		// The right word, once the operation that ignores its deadline is over.
+		tampering = tamper{send: func(c *tampered, m any, send func(any) error) error {
+			if r, ok := m.(*driverv1.InvokeResponse); ok && r.GetError().GetCode() == "timeout" {
+				time.Sleep(3 * time.Second)
+			}
+			return send(m)
+		}}
+	}
 	mux.Handle(driverv1connect.NewDriverPluginHandler(handler, connect.WithReadMaxBytes(limit), connect.WithInterceptors(tampering)))
 	protocols := new(http.Protocols)
 	protocols.SetHTTP2(true)

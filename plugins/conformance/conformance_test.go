@@ -189,6 +189,15 @@ func TestStuckStream(t *testing.T) {
 	}
 }
 
+// TestTardyTimeout has a plugin that says timeout when it no longer matters.
+func TestTardyTimeout(t *testing.T) {
+	t.Parallel()
+	report := run(t, self(t, "breaker", "tardy"), conformance.Options{Only: []string{"deadline.ignored"}, Patience: time.Minute})
+	if r := report.Results[0]; r.Status != conformance.Failed {
+		t.Errorf("%s: %s, want it to fail", r.Rule.ID, r.Status)
+	}
+}
+
 func TestOtherDriversGetTheGeneralRules(t *testing.T) {
 	t.Parallel()
 	report := run(t, self(t, "plain"), conformance.Options{Patience: time.Minute})

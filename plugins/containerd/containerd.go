@@ -12,6 +12,7 @@ import (
 	"time"
 
 	client "github.com/containerd/containerd/v2/client"
+	"github.com/containerd/containerd/v2/core/snapshots"
 	"github.com/containerd/containerd/v2/pkg/cio"
 	"github.com/containerd/containerd/v2/pkg/namespaces"
 	"github.com/containerd/containerd/v2/pkg/oci"
@@ -288,8 +289,7 @@ func (r runtime) image(ctx context.Context, cl *client.Client, ref string) (clie
 }
 
 func (r runtime) create(ctx context.Context, cl *client.Client, in instance.Spec, s spec, image client.Image) (client.Container, error) {
-	// A snapshot of this name is what is left of a start that was cut off.
-	if err := cl.SnapshotService(r.Snapshotter).Remove(ctx, in.ID); err != nil && !errdefs.IsNotFound(err) {
+	if err := r.clear(ctx, cl, in.ID); err != nil {
 		return nil, err
 	}
 	stop, err := parseStop(s.StopTimeout)
@@ -312,7 +312,7 @@ func (r runtime) create(ctx context.Context, cl *client.Client, in instance.Spec
 	return cl.NewContainer(ctx, in.ID,
 		client.WithImage(image),
 		client.WithSnapshotter(r.Snapshotter),
-		client.WithNewSnapshot(in.ID, image),
+		client.WithNewSnapshot(in.ID, image, snapshots.WithLabels(map[string]string{labelInstance: in.ID})),
 		client.WithRuntime(r.Handler, nil),
 		client.WithNewSpec(opts...),
 		client.WithContainerLabels(map[string]string{
@@ -320,6 +320,26 @@ func (r runtime) create(ctx context.Context, cl *client.Client, in instance.Spec
 			labelRestart: s.Restart, labelStop: stop.String(),
 		}),
 	)
+}
+
+// clear removes the snapshot that is left of a start that was cut off. One of
+// that name that is not ours is an error.
+func (r runtime) clear(ctx context.Context, cl *client.Client, id string) error {
+	service := cl.SnapshotService(r.Snapshotter)
+	info, err := service.Stat(ctx, id)
+	if errdefs.IsNotFound(err) {
+		return nil
+	}
+	if err != nil {
+		return err
+	}
+	if info.Labels[labelInstance] != id {
+		return errs.New(errs.OperationNotAllowed, "snapshot %s was not made by this driver", id)
+	}
+	if err := service.Remove(ctx, id); err != nil && !errdefs.IsNotFound(err) {
+		return err
+	}
+	return nil
 }
 
 // start runs a container's task, unless it runs or ended as it should have.

@@ -12,6 +12,7 @@ import (
 	"time"
 
 	client "github.com/containerd/containerd/v2/client"
+	"github.com/containerd/containerd/v2/core/snapshots"
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/plugins/containerd/containerdtest"
@@ -234,6 +235,30 @@ func TestLeavesOthersContainersAlone(t *testing.T) {
 	if !slices.Equal(left, []string{"copied", "db"}) {
 		t.Errorf("left = %v", left)
 	}
+}
+
+// A snapshot is removed to make way only where a start of ours that was cut off
+// had left it.
+func TestLeavesOthersSnapshotsAlone(t *testing.T) {
+	r := start(t)
+	ctx := containerdtest.Context(t.Context())
+	service := r.Client().SnapshotService(r.Snapshotter)
+	// Nothing refers to them: containerd would collect them.
+	const root = "containerd.io/gc.root"
+	_, err := service.Prepare(ctx, "data", "", snapshots.WithLabels(map[string]string{root: "now"}))
+	r.must(err)
+	_, err = service.Prepare(ctx, "i-1", "", snapshots.WithLabels(map[string]string{root: "now", labelInstance: "i-1"}))
+	r.must(err)
+	if err := r.apply("data", 1, idle); errs.CodeOf(err) != errs.OperationNotAllowed {
+		t.Errorf("apply of data = %v, want %s", err, errs.OperationNotAllowed)
+	}
+	if _, err := service.Stat(ctx, "data"); err != nil {
+		t.Errorf("another's snapshot: %v, want it as before", err)
+	}
+	r.must(service.Remove(ctx, "data"))
+	r.must(r.apply("i-1", 1, idle))
+	_, err = r.invoke("remove", "i-1")
+	r.must(err)
 }
 
 func TestFailuresHaveCodes(t *testing.T) {

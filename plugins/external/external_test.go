@@ -405,37 +405,44 @@ func TestPluginCannotAskForARepeat(t *testing.T) {
 	}
 }
 
-// TestHostIsKilled: the plugin goes with it, and the next host sweeps its folder.
+// TestHostIsKilled: the plugin goes with it, although it looks at no end of
+// stdin, and the next host sweeps its folder and what it had started.
 func TestHostIsKilled(t *testing.T) {
-	if runtime.GOOS != "linux" {
-		t.Skip("needs Linux: the death signal")
-	}
-	o := options(t, "")
-	cmd := exec.Command(o.Command[0])
-	cmd.Env = append(os.Environ(), "HOST_TO_KILL=1")
-	out, err := cmd.StdoutPipe()
-	if err != nil {
-		t.Fatal(err)
-	}
-	if err := cmd.Start(); err != nil {
-		t.Fatal(err)
-	}
-	var pid int
-	if _, err := fmt.Fscan(out, &pid); err != nil || !alive(pid) {
-		t.Errorf("plugin %d: %v", pid, err)
-	}
-	if err := cmd.Process.Kill(); err != nil {
-		t.Fatal(err)
-	}
-	_ = cmd.Wait()
-	eventually(t, "the plugin is gone", func() bool { return !alive(pid) })
-	if left, _ := filepath.Glob(filepath.Join(os.TempDir(), prefix+"*")); len(left) != 1 {
-		t.Errorf("the killed host left %v, want its folder", left)
-	}
-	d, _ := run1(t, o)
-	d.Close()
-	if left, _ := filepath.Glob(filepath.Join(os.TempDir(), "*")); len(left) > 0 {
-		t.Errorf("%v is left", left)
+	for _, mode := range []string{"echo", "told"} {
+		o := options(t, "")
+		cmd := exec.Command(o.Command[0])
+		cmd.Env = append(os.Environ(), "HOST_TO_KILL="+mode)
+		out, err := cmd.StdoutPipe()
+		if err != nil {
+			t.Fatal(err)
+		}
+		if err := cmd.Start(); err != nil {
+			t.Fatal(err)
+		}
+		var pid, child, escaped int
+		if _, err := fmt.Fscan(out, &pid, &child, &escaped); err != nil || !alive(pid) || !alive(child) || !alive(escaped) {
+			t.Errorf("%s: plugin %d with %d and %d: %v", mode, pid, child, escaped, err)
+		}
+		if err := cmd.Process.Kill(); err != nil {
+			t.Fatal(err)
+		}
+		_ = cmd.Wait()
+		eventually(t, mode+" is gone", func() bool { return !alive(pid) })
+		if left, _ := filepath.Glob(filepath.Join(os.TempDir(), prefix+"*")); len(left) != 1 {
+			t.Errorf("%s: the killed host left %v, want its folder", mode, left)
+		}
+		if !alive(child) || !alive(escaped) {
+			t.Errorf("%s: its children are gone: there is nothing to sweep", mode)
+		}
+		d, def := run1(t, o)
+		eventually(t, mode+"'s children are gone", func() bool { return !alive(child) && !alive(escaped) })
+		if got, err := invoke(t, def, "echo", "", "[1]"); err != nil || got != "[1]" {
+			t.Errorf("%s: the next host's plugin = %s, %v", mode, got, err)
+		}
+		d.Close()
+		if left, _ := filepath.Glob(filepath.Join(os.TempDir(), "*")); len(left) > 0 {
+			t.Errorf("%s: %v is left", mode, left)
+		}
 	}
 }
 
@@ -843,6 +850,101 @@ func TestClose(t *testing.T) {
 	}
 }
 
+// TestCloseTells: stdin is closed and SIGTERM sent, each by itself, and none of
+// it before Close.
+func TestCloseTells(t *testing.T) {
+	o := options(t, "told")
+	o.ShutdownGrace = time.Second
+	log := &lines{}
+	o.Log = slog.New(slog.NewTextHandler(log, nil))
+	d, def := run1(t, o)
+	if _, err := invoke(t, def, "echo", "", ""); err != nil {
+		t.Fatal(err)
+	}
+	told := []string{"stdin was closed", "SIGTERM came"}
+	for _, text := range told {
+		if strings.Contains(log.String(), text) {
+			t.Errorf("%s before Close", text)
+		}
+	}
+	d.Close()
+	for _, text := range told {
+		if !strings.Contains(log.String(), text) {
+			t.Errorf("the plugin was not told: %s\n%s", text, log)
+		}
+	}
+}
+
+// busy keeps every processor busy until stop is called: a goroutine that waits for
+// the kernel then goes on upon another thread, and leaves its own idle.
+func busy() (stop func()) {
+	var all sync.WaitGroup
+	done := make(chan struct{})
+	for range 4 * runtime.GOMAXPROCS(0) {
+		all.Go(func() {
+			for {
+				select {
+				case <-done:
+					return
+				default:
+					for end := time.Now().Add(100 * time.Microsecond); time.Now().Before(end); {
+					}
+					runtime.Gosched()
+				}
+			}
+		})
+	}
+	return func() { close(done); all.Wait() }
+}
+
+// endIdleThreads ends the threads that do nothing just now: goroutines that end
+// locked take theirs with them, and so many at a time leave none out.
+func endIdleThreads() {
+	var all sync.WaitGroup
+	together := make(chan struct{})
+	for range 128 {
+		all.Go(func() {
+			runtime.LockOSThread()
+			<-together
+		})
+	}
+	time.Sleep(20 * time.Millisecond)
+	close(together)
+	all.Wait()
+	time.Sleep(50 * time.Millisecond)
+}
+
+// TestDeathSignalFollowsTheThread: plugins outlive the threads around their
+// start, one of which would take each along.
+func TestDeathSignalFollowsTheThread(t *testing.T) {
+	o := options(t, "")
+	for range 3 {
+		drivers := make([]*Driver, 12)
+		for i := range drivers {
+			drivers[i] = New(o)
+		}
+		stop := busy()
+		list, err := StartAll(t.Context(), drivers...)
+		stop()
+		if err != nil {
+			t.Fatal(err)
+		}
+		var before []int
+		for _, d := range drivers {
+			before = append(before, d.current.pid())
+		}
+		endIdleThreads()
+		for i, def := range list {
+			if got, err := invoke(t, def, "pid", "", ""); err != nil || got != fmt.Sprint(before[i]) {
+				t.Errorf("pid = %s, %v, want %d as before", got, err, before[i])
+			}
+		}
+		for _, d := range drivers {
+			d.Close()
+		}
+	}
+}
+
 func TestCloseEndsCallsInFlight(t *testing.T) {
 	d, def := run1(t, options(t, ""))
 	waiting, failed := make(chan struct{}), make(chan error, 1)
@@ -1077,6 +1179,31 @@ func TestSweep(t *testing.T) {
 	if st, err := os.Lstat(held); err == nil {
 		t.Errorf("%s is left: %v", held, st)
 	}
+}
+
+// TestFoldersAtOnce: no host takes another's folder for a leftover while it is
+// being made.
+func TestFoldersAtOnce(t *testing.T) {
+	root := t.TempDir()
+	log := slog.New(slog.DiscardHandler)
+	var all sync.WaitGroup
+	for range 16 {
+		all.Go(func() {
+			for range 50 {
+				f, err := makeFolder(root, log)
+				if err != nil {
+					t.Error(err)
+					return
+				}
+				runtime.Gosched()
+				if _, err := os.Stat(filepath.Join(f.path, lockName)); err != nil {
+					t.Errorf("a folder in use was taken away: %v", err)
+				}
+				f.remove()
+			}
+		})
+	}
+	all.Wait()
 }
 
 // TestNoDescriptorLeft: many runs leave neither descriptors nor folders.

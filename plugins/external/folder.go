@@ -58,7 +58,8 @@ func (f *folder) remove() {
 	}
 }
 
-// sweep removes the folders of hosts that are gone.
+// sweep removes the folders of hosts that are gone, and what their plugins left
+// running.
 func sweep(root string, log *slog.Logger) {
 	list, err := os.ReadDir(root)
 	if err != nil {
@@ -66,9 +67,20 @@ func sweep(root string, log *slog.Logger) {
 	}
 	for _, e := range list {
 		path := filepath.Join(root, e.Name())
-		if strings.HasPrefix(e.Name(), prefix) && abandoned(path) && os.RemoveAll(path) == nil {
+		if !strings.HasPrefix(e.Name(), prefix) {
+			continue
+		}
+		release, yes := abandoned(path)
+		if !yes {
+			continue
+		}
+		if n := endLeft(path); n > 0 {
+			log.Warn("processes that a plugin left are killed", "folder", path, "processes", n)
+		}
+		if os.RemoveAll(path) == nil {
 			log.Info("left socket folder removed", "folder", path)
 		}
+		release()
 	}
 }
 

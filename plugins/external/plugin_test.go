@@ -71,6 +71,23 @@ func plugin(mode string) int {
 			h, _ := sdk.NewHandler(sdk.Options{}, self)
 			_ = bcx.Serve(context.Background(), h, os.Stdout)
 		}
+	case "told":
+		// It ends by neither, nor by a reader that is gone, and says what it was told.
+		signal.Ignore(syscall.SIGPIPE)
+		terminated := make(chan os.Signal, 1)
+		signal.Notify(terminated, syscall.SIGTERM)
+		go func() {
+			<-terminated
+			fmt.Fprintln(os.Stderr, "SIGTERM came")
+		}()
+		go func() {
+			_, _ = io.Copy(io.Discard, os.Stdin)
+			fmt.Fprintln(os.Stderr, "stdin was closed")
+		}()
+		if self, err := echoDriver("echo"); err == nil {
+			h, _ := sdk.NewHandler(sdk.Options{}, self)
+			_ = bcx.Serve(context.Background(), h, os.Stdout)
+		}
 	case "flood":
 		go func() {
 			fmt.Fprintln(os.Stderr, strings.Repeat("x", 1<<20))
@@ -132,17 +149,25 @@ func (liar) Invoke(_ context.Context, r *connect.Request[driverv1.InvokeRequest]
 	}})
 }
 
-// hostToKill starts a plugin, says who it is, and waits for its end.
+// hostToKill starts a plugin in the mode that its variable names, says who it
+// and its children are, and waits for its end.
 func hostToKill() {
 	path, _ := os.Executable()
 	pin, _ := SHA256File(path)
-	list, err := New(Options{Command: []string{path}, SHA256: pin}).Start(context.Background())
+	env := map[string]string{"MODE": os.Getenv("HOST_TO_KILL")}
+	list, err := New(Options{Command: []string{path}, SHA256: pin, Env: env}).Start(context.Background())
 	if err != nil {
 		fmt.Println(err)
 		os.Exit(1)
 	}
-	pid, err := list[0].Invoke(driver.NewContext(context.Background(), nil, nil, nil), "echo", "pid", nil, nil)
-	fmt.Println(string(pid), err)
+	for _, operation := range []string{"pid", "spawn", "escape"} {
+		pid, err := list[0].Invoke(driver.NewContext(context.Background(), nil, nil, nil), "echo", operation, nil, nil)
+		if err != nil {
+			fmt.Println(err)
+			os.Exit(1)
+		}
+		fmt.Println(string(pid))
+	}
 	time.Sleep(time.Minute)
 	os.Exit(1)
 }
@@ -230,6 +255,15 @@ func echoDriver(id string) (*driver.Definition, error) {
 		"big": op(func(*driver.Context, driver.Args) (any, error) { return strings.Repeat("x", bcx.MaxMessage), nil }),
 		"spawn": op(func(*driver.Context, driver.Args) (any, error) {
 			return start("/bin/sleep", "60")
+		}),
+		// One that leaves the group.
+		"escape": op(func(*driver.Context, driver.Args) (any, error) {
+			cmd := exec.Command("/bin/sleep", "60")
+			cmd.SysProcAttr = &syscall.SysProcAttr{Setsid: true}
+			if err := cmd.Start(); err != nil {
+				return nil, err
+			}
+			return cmd.Process.Pid, nil
 		}),
 		"environ": op(func(*driver.Context, driver.Args) (any, error) { return os.Environ(), nil }),
 		"group":   op(func(*driver.Context, driver.Args) (any, error) { return syscall.Getpgrp(), nil }),

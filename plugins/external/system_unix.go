@@ -35,22 +35,26 @@ func hold(path string) (*os.File, error) {
 	return f, nil
 }
 
-// abandoned reports whether a folder is ours and no host holds it. One without
-// a lock is being made, or was left in that moment: after an hour it is left.
-func abandoned(path string) bool {
+// abandoned reports whether a folder is ours and no host holds it. Until release
+// is called none can come to hold it. One without a lock is being made, or was
+// left in that moment: after an hour it is left.
+func abandoned(path string) (release func(), yes bool) {
 	st, err := os.Lstat(path)
 	if err != nil || !st.IsDir() || st.Mode().Perm() != 0o700 {
-		return false
+		return nil, false
 	}
 	if own, ok := st.Sys().(*syscall.Stat_t); !ok || int(own.Uid) != os.Geteuid() {
-		return false
+		return nil, false
 	}
 	fd, err := unix.Open(filepath.Join(path, lockName), unix.O_RDONLY|unix.O_CLOEXEC|unix.O_NOFOLLOW|unix.O_NONBLOCK, 0)
 	if err != nil {
-		return errors.Is(err, unix.ENOENT) && isOld(st)
+		return func() {}, errors.Is(err, unix.ENOENT) && isOld(st)
 	}
-	defer unix.Close(fd)
-	return unix.Flock(fd, unix.LOCK_EX|unix.LOCK_NB) == nil
+	if unix.Flock(fd, unix.LOCK_EX|unix.LOCK_NB) != nil {
+		unix.Close(fd)
+		return nil, false
+	}
+	return func() { unix.Close(fd) }, true
 }
 
 func killGroup(p *os.Process) { _ = syscall.Kill(-p.Pid, syscall.SIGKILL) }

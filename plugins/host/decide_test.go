@@ -2,6 +2,7 @@ package host
 
 import (
 	"encoding/json"
+	"log/slog"
 	"slices"
 	"strings"
 	"testing"
@@ -26,6 +27,19 @@ func TestRestartPace(t *testing.T) {
 			t.Errorf("end %d, after %v: wait %v, want %v", i, tt.ran, got, tt.wait)
 		}
 		n++
+	}
+}
+
+// TestDefaults: what a configuration leaves out.
+func TestDefaults(t *testing.T) {
+	h := &Host{log: slog.New(slog.DiscardHandler)}
+	if err := h.prepare(Config{Dir: "/plugins", Log: h.log}, []Pin{{Name: "acme-bmc"}}); err != nil {
+		t.Fatal(err)
+	}
+	p := h.plugins[0]
+	if p.launch.timeout != 10*time.Second || p.launch.grace != 5*time.Second || p.launch.socketRoot != "/run/bcx" || p.launch.path != "/plugins/acme-bmc" ||
+		p.backoff.Min != time.Second || p.backoff.Max != time.Minute {
+		t.Errorf("launch %+v with %+v, want 10 s to start, 5 s to end, 1 s to 1 minute between starts", p.launch, p.backoff)
 	}
 }
 

@@ -362,8 +362,9 @@ func TestRefusedPlugins(t *testing.T) {
 		t.Fatal(err)
 	}
 	defer w.Close()
-	c := d.Config()
+	c, log := d.Config(), new(logged)
 	c.StartTimeout = 2 * time.Second
+	c.Log = slog.New(slog.NewTextHandler(log, nil))
 	h := hosttest.Start(t, c)
 	for name, want := range map[string]string{
 		"silent": "no handshake line within 2s", "exits": "exit status 3", "garbage": "not a bcx handshake",
@@ -391,6 +392,14 @@ func TestRefusedPlugins(t *testing.T) {
 	if got := h.Drivers(); len(got) != 1 || got[0].ID != "echo" {
 		t.Errorf("Drivers() = %+v, want echo alone: redfish is built in", got)
 	}
+	for _, want := range []string{
+		"is a built-in driver's\" plugin=builtin driver=redfish", "is skipped\" plugin=flipped reason=", "is skipped\" plugin=silent reason=",
+		"level=ERROR msg=\"pin skipped\" reason=",
+	} {
+		if !log.has(want) {
+			t.Errorf("the log lacks %q:\n%s", want, log.buf.String())
+		}
+	}
 }
 
 func TestHighestVersionWinsPerKind(t *testing.T) {
@@ -399,13 +408,18 @@ func TestHighestVersionWinsPerKind(t *testing.T) {
 	for _, name := range []string{"older", "newer", "other"} {
 		d.Add(name, hosttest.Self(t))
 	}
-	h := hosttest.Start(t, d.Config())
+	c, log := d.Config(), new(logged)
+	c.Log = slog.New(slog.NewTextHandler(log, nil))
+	h := hosttest.Start(t, c)
 	if out, err := call(h, "name"); err != nil || out != `"newer"` {
 		t.Errorf("echo is served by %s, %v, want newer", out, err)
 	}
 	out, err := h.Invoke(context.Background(), host.Call{Driver: "echo", Kind: "other", Operation: "name"})
 	if err != nil || string(out) != `"other"` {
 		t.Errorf("other is served by %s, %v, want other", out, err)
+	}
+	if !log.has("served by another plugin\" driver=echo kind=echo plugin=older served_by=newer") {
+		t.Errorf("the log is %q, want the one that lost", log.buf.String())
 	}
 	if got := h.Drivers(); len(got) != 2 || got[0].Version != "1.10.0" || !slices.Equal(got[1].Kinds, []string{"other"}) {
 		t.Errorf("Drivers() = %+v", got)
@@ -534,9 +548,14 @@ func (w writer) Write(p []byte) (int, error) { return w(p) }
 
 func TestNoPinsFile(t *testing.T) {
 	d := hosttest.NewDir(t)
-	h := hosttest.Start(t, d.Config())
+	c, log := d.Config(), new(logged)
+	c.Log = slog.New(slog.NewTextHandler(log, nil))
+	h := hosttest.Start(t, c)
 	if got := h.Drivers(); len(got) != 0 {
 		t.Errorf("Drivers() = %v, want none", got)
+	}
+	if !log.has("level=WARN msg=\"no pins file, so no plugin runs\" dir=" + d.Path) {
+		t.Errorf("the log is %q, want a warning", log.buf.String())
 	}
 	if _, err := call(h, "echo"); errs.CodeOf(err) != errs.UnsupportedDriver {
 		t.Errorf("call: %v, want unsupported-driver", err)
@@ -545,21 +564,28 @@ func TestNoPinsFile(t *testing.T) {
 
 func TestConfigurationThatRunsNothing(t *testing.T) {
 	hosttest.NeedsRoot(t)
-	for name, change := range map[string]func(*host.Config){
-		"sandbox without a shim":  func(c *host.Config) { c.Shim = nil },
-		"limit without a cgroup":  func(c *host.Config) { c.MemoryMax = 1 << 30 },
-		"cgroup outside the tree": func(c *host.Config) { c.Cgroup = "/tmp/plugins" },
-		"cgroup by a detour":      func(c *host.Config) { c.Cgroup = "/sys/fs/cgroup/../../../tmp" },
-		"unknown user":            func(c *host.Config) { c.User = "nobody-by-this-name" },
+	for name, tt := range map[string]struct {
+		change func(*host.Config)
+		want   string
+	}{
+		"sandbox without a shim":      {func(c *host.Config) { c.Shim = nil }, "no shim is set"},
+		"limit without a cgroup":      {func(c *host.Config) { c.MemoryMax = 1 << 30 }, "no cgroup to hold them"},
+		"cgroup outside the tree":     {func(c *host.Config) { c.Cgroup = "/tmp/plugins" }, "cgroup /tmp/plugins does not lie in /sys/fs/cgroup"},
+		"cgroup by a detour":          {func(c *host.Config) { c.Cgroup = "/sys/fs/cgroup/../../../tmp" }, "does not lie in /sys/fs/cgroup"},
+		"cgroup that cannot be made":  {func(c *host.Config) { c.Cgroup = "/sys/fs/cgroup/" + strings.Repeat("x", 256) }, "make cgroup: mkdir /sys/fs/cgroup/xxx"},
+		"the tree itself as a cgroup": {func(c *host.Config) { c.Cgroup = "/sys/fs/cgroup" }, "does not lie in /sys/fs/cgroup"},
+		"unknown user":                {func(c *host.Config) { c.User = "nobody-by-this-name" }, "nobody-by-this-name"},
 	} {
 		d := hosttest.NewDir(t)
 		d.Add("echo", hosttest.Self(t))
 		c := d.Config()
-		change(&c)
+		tt.change(&c)
 		h, err := host.Start(context.Background(), c)
 		if err == nil {
 			h.Close()
-			t.Errorf("%s: Start succeeded", name)
+		}
+		if err == nil || !strings.Contains(err.Error(), tt.want) {
+			t.Errorf("%s: Start = %v, want %q", name, err, tt.want)
 		}
 	}
 }

@@ -1,9 +1,13 @@
 package sdk
 
 import (
+	"bytes"
+	"context"
 	"fmt"
 	"log/slog"
+	"runtime"
 	"runtime/debug"
+	"runtime/pprof"
 	"sync"
 	"time"
 
@@ -56,7 +60,9 @@ func (c *crew) begin(f func() ([]byte, error)) *worker {
 		// It ends when it is dismissed, at the latest idleLimit after its last use.
 		go func() {
 			for f := range w.jobs {
-				c.run(w, f)
+				if c.run(w, f) {
+					return
+				}
 			}
 		}()
 	}
@@ -64,7 +70,8 @@ func (c *crew) begin(f func() ([]byte, error)) *worker {
 	return w
 }
 
-func (c *crew) run(w *worker, f func() ([]byte, error)) {
+// run tells whether the goroutine must end with f.
+func (c *crew) run(w *worker, f func() ([]byte, error)) (last bool) {
 	defer c.running.Done()
 	a := outcome{err: errs.New(errs.DriverError, "the operation ended its goroutine"), left: true}
 	defer func() {
@@ -72,10 +79,24 @@ func (c *crew) run(w *worker, f func() ([]byte, error)) {
 			c.log.Error("operation panicked", "panic", fmt.Sprint(r), "stack", string(debug.Stack()))
 			a = outcome{err: errs.New(errs.DriverError, "the operation panicked: %v", r)}
 		}
+		a.left = a.left || tied()
+		last = a.left
 		w.done <- a
 	}()
 	result, err := f()
 	a = outcome{result: result, err: err}
+	return
+}
+
+// tied clears what an operation set on its goroutine, and tells whether it left
+// it locked to its thread. Such a thread may be in another namespace, or have
+// lost a privilege, and is to end with its goroutine; nothing but the goroutine's
+// own stack trace says so.
+func tied() bool {
+	pprof.SetGoroutineLabels(context.Background())
+	var head [64]byte
+	line, _, _ := bytes.Cut(head[:runtime.Stack(head[:], false)], []byte("\n"))
+	return bytes.Contains(line, []byte("locked to thread"))
 }
 
 // end takes back a worker that has answered.

@@ -110,6 +110,7 @@ func TestSandboxInTheBox(t *testing.T) {
 	}
 	for _, name := range []string{
 		"the host starts",
+		"the agent moves out of the plugins' way",
 		"the confined plugin runs the verified file",
 		"each denied call is EPERM, and not without the filter",
 		"clone with a namespace is EPERM, and not without the filter",

@@ -216,7 +216,7 @@ func (v *Converger) pass(ctx context.Context, w *worker, wg *sync.WaitGroup) tim
 		fresh := t == nil || t.generation != a.generation
 		open[a.id] = fresh
 		switch {
-		case w.busy[a.id] || !a.remove && v.heldElsewhere(w.name, a.id):
+		case w.busy[a.id] || !a.remove && (v.heldElsewhere(w.name, a.id) || v.leaves(d.entries[a.id])):
 			// Its end wakes this worker. One that moves is let go by the other
 			// runtime first, which wakes this one then.
 		case !fresh && now.Before(t.next):
@@ -326,6 +326,35 @@ func (v *Converger) heldElsewhere(runtime, id string) bool {
 	return false
 }
 
+// leaves reports whether a runtime that an instance moved away from may still
+// have it: after a restart, say, none was looked at yet.
+func (v *Converger) leaves(e entry) bool {
+	return slices.ContainsFunc(e.Left, func(name string) bool { return v.workers[name] != nil })
+}
+
+// letGo notes which instances have left a runtime for good: a pass that began
+// after they moved away found neither them nor anything at work on them. The
+// caller holds mu.
+func (v *Converger) letGo(w *worker, d *desired, there map[string]bool) {
+	var left []string
+	for id, e := range d.entries {
+		now := v.desired.entries[id]
+		if slices.Contains(e.Left, w.name) && slices.Contains(now.Left, w.name) && e.Generation == now.Generation && !there[id] && !w.busy[id] {
+			left = append(left, id)
+		}
+	}
+	if len(left) == 0 {
+		return
+	}
+	if err := v.desired.let(w.name, left); err != nil {
+		v.c.Log.Error("it is not recorded that instances left a runtime", "runtime", w.name, "err", err)
+		return
+	}
+	for _, id := range left {
+		v.wake(v.desired.entries[id].Runtime)
+	}
+}
+
 // conclude notes what a pass found: removals that are done, states that changed.
 // open holds what is to be done, and whether no attempt was made at it yet.
 func (v *Converger) conclude(w *worker, d *desired, observed []instance.Status, open map[string]bool) {
@@ -340,6 +369,7 @@ func (v *Converger) conclude(w *worker, d *desired, observed []instance.Status, 
 		}
 	}
 	v.holds[w.name] = there
+	v.letGo(w, d, there)
 	looked := map[string]uint64{}
 	for id, e := range d.entries {
 		if e.Runtime != w.name {

@@ -631,3 +631,69 @@ func FuzzDecodeApply(f *testing.F) {
 		}
 	})
 }
+
+// A runtime that was not looked at since the start may still have what moved
+// away from it.
+func TestAMoveThatARestartCutsNeverRunsTwice(t *testing.T) {
+	bubble(t, func(t *testing.T, r *rig, file string) {
+		d := &desired{path: file, entries: map[string]entry{}}
+		for _, s := range []Spec{want("i-1", "alpha", 1), want("i-1", "beta", 2), want("i-2", "beta", 1)} {
+			if err := d.apply(s); err != nil {
+				t.Fatal(err)
+			}
+		}
+		r.a.set(instance.Status{ID: "i-1", State: instance.Running, Generation: 1})
+		r.a.fault(func(f *fake) { f.broken = errors.New("it starts slowly") })
+		stop := r.start(t, file)
+		defer func() { stop() }()
+		time.Sleep(time.Minute)
+		if r.b.get("i-1").ID != "" {
+			t.Error("beta runs it, and alpha may")
+		}
+		if r.b.get("i-2").State != instance.Running {
+			t.Error("what did not move is held up")
+		}
+		r.a.fault(func(f *fake) { f.broken = nil })
+		time.Sleep(5 * time.Minute)
+		if len(r.a.all()) != 0 || r.b.get("i-1").Generation != 2 {
+			t.Errorf("alpha has %v, beta %v, want it in beta alone", r.a.all(), r.b.all())
+		}
+		// It is on record that it left, and alpha matters no more.
+		stop()
+		r.b.fault(func(f *fake) { clear(f.have) })
+		r.a.fault(func(f *fake) { f.broken = errors.New("it is away") })
+		stop = r.start(t, file)
+		time.Sleep(time.Minute)
+		if r.b.get("i-1").State != instance.Running {
+			t.Errorf("beta has %v, want it running", r.b.all())
+		}
+	})
+}
+
+// What a runtime is still making counts as its own.
+func TestAMoveWaitsForWhatIsAtWork(t *testing.T) {
+	bubble(t, func(t *testing.T, r *rig, file string) {
+		slow := make(chan struct{})
+		r.a.slow = map[string]chan struct{}{"i-1": slow}
+		stop := r.start(t, file)
+		defer stop()
+		var wg sync.WaitGroup
+		defer wg.Wait()
+		wg.Go(func() { _, _ = r.Apply(t.Context(), want("i-1", "alpha", 1)) })
+		synctest.Wait()
+		wg.Go(func() {
+			if _, err := r.Apply(t.Context(), want("i-1", "beta", 2)); err != nil {
+				t.Error(err)
+			}
+		})
+		time.Sleep(time.Minute)
+		if r.b.get("i-1").ID != "" {
+			t.Error("beta runs it while alpha makes it")
+		}
+		close(slow)
+		time.Sleep(time.Minute)
+		if len(r.a.all()) != 0 || r.b.get("i-1").Generation != 2 {
+			t.Errorf("alpha has %v, beta %v", r.a.all(), r.b.all())
+		}
+	})
+}

@@ -26,6 +26,9 @@ type entry struct {
 	Spec
 	// Removing says that the removal was asked for, at this generation.
 	Removing bool `json:"removing,omitempty"`
+	// Left are the runtimes that it moved away from, until each was seen without
+	// it: until then no other one starts it.
+	Left []string `json:"left,omitempty"`
 }
 
 // grave remembers a removal, so that a late apply does not bring back what is
@@ -197,8 +200,31 @@ func (d *desired) apply(s Spec) error {
 	case !known && len(d.entries) >= MaxInstances:
 		return errs.New(errs.NoSpace, "this node has %d instances, which is all it takes", len(d.entries))
 	}
+	e := entry{Spec: s}
+	if known {
+		e.Left = without(have.Left, s.Runtime)
+		if have.Runtime != s.Runtime {
+			e.Left = append(e.Left, have.Runtime)
+		}
+	}
 	next := d.clone()
-	next.entries[s.ID] = entry{Spec: s}
+	next.entries[s.ID] = e
+	return d.save(next)
+}
+
+// without is a copy of names that lacks name.
+func without(names []string, name string) []string {
+	return slices.DeleteFunc(slices.Clone(names), func(n string) bool { return n == name })
+}
+
+// let notes that a runtime was seen without instances that had moved away from it.
+func (d *desired) let(runtime string, ids []string) error {
+	next := d.clone()
+	for _, id := range ids {
+		e := next.entries[id]
+		e.Left = without(e.Left, runtime)
+		next.entries[id] = e
+	}
 	return d.save(next)
 }
 

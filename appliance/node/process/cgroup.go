@@ -107,7 +107,7 @@ func killGroup(path string) error {
 	}
 	var err error
 	for range 500 {
-		if err = os.Remove(path); err == nil || errors.Is(err, fs.ErrNotExist) {
+		if err = removeGroup(path); err == nil {
 			return nil
 		}
 		if kerr := control(path, "cgroup.kill", "1"); kerr != nil && !errors.Is(kerr, fs.ErrNotExist) {
@@ -116,6 +116,31 @@ func killGroup(path string) error {
 		time.Sleep(10 * time.Millisecond) // the kernel empties it in its own time
 	}
 	return fmt.Errorf("remove cgroup: %w", err)
+}
+
+// removeGroup removes a group in which nothing lives, with the groups that were
+// made in it. One that is not there is fine.
+func removeGroup(path string) error {
+	err := unix.Rmdir(path)
+	if errors.Is(err, unix.EBUSY) {
+		inner, rerr := os.ReadDir(path)
+		if rerr != nil {
+			return rerr
+		}
+		for _, d := range inner {
+			if !d.IsDir() {
+				continue
+			}
+			if err := removeGroup(filepath.Join(path, d.Name())); err != nil {
+				return err
+			}
+		}
+		err = unix.Rmdir(path)
+	}
+	if err != nil && !errors.Is(err, fs.ErrNotExist) {
+		return &fs.PathError{Op: "rmdir", Path: path, Err: err}
+	}
+	return nil
 }
 
 // populated reports whether anything lives in a group or below it.

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"io"
 	"maps"
 	"os/user"
@@ -53,15 +54,18 @@ const (
 )
 
 const (
-	maxConfig      = 256 << 10
-	maxArgv        = 256
-	maxEnv         = 256
-	maxText        = 64 << 10
-	defaultStop    = 10 * time.Second
-	longestStop    = 10 * time.Minute
-	defaultPath    = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
-	maxCPUs        = 4096
-	smallestMemory = 1 << 20
+	maxConfig   = 256 << 10
+	maxArgv     = 256
+	maxEnv      = 256
+	maxText     = 64 << 10
+	defaultStop = 10 * time.Second
+	longestStop = 10 * time.Minute
+	defaultPath = "/usr/local/sbin:/usr/local/bin:/usr/sbin:/usr/bin:/sbin:/bin"
+	maxCPUs     = 4096
+	// The gate in front of the program lives within the limits too: with less
+	// than its share, which is about half of these, no program ever starts.
+	smallestMemory = 8 << 20
+	smallestPids   = 8
 )
 
 var envName = regexp.MustCompile(`^[A-Za-z_][A-Za-z0-9_]{0,127}$`)
@@ -125,8 +129,8 @@ func parse(raw []byte) (Config, error) {
 		c.Dir = "/"
 	}
 	l := c.Limits
-	if l.MemoryMaxBytes < 0 || l.MemoryMaxBytes > 0 && l.MemoryMaxBytes < smallestMemory || l.PidsMax < 0 || l.CPUMax < 0 || l.CPUMax > maxCPUs || l.CPUMax > 0 && l.CPUMax < 0.01 {
-		return c, errors.New("limits: want at least 1 MiB of memory, one task, a hundredth of a processor, or 0 for no limit")
+	if l.MemoryMaxBytes < 0 || l.MemoryMaxBytes > 0 && l.MemoryMaxBytes < smallestMemory || l.PidsMax < 0 || l.PidsMax > 0 && l.PidsMax < smallestPids || l.CPUMax < 0 || l.CPUMax > maxCPUs || l.CPUMax > 0 && l.CPUMax < 0.01 {
+		return c, fmt.Errorf("limits: want at least %d MiB of memory, %d tasks, a hundredth of a processor, or 0 for no limit", smallestMemory>>20, smallestPids)
 	}
 	return c, nil
 }

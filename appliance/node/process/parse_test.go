@@ -10,20 +10,23 @@ import (
 func TestParseConfig(t *testing.T) {
 	for text, want := range map[string]string{
 		`{"argv":["/bin/x","a b"]}`: "",
-		`{"argv":["/bin/x"],"env":{"A":"1"},"dir":"/srv","user":"nobody","restart":"never","stop_timeout":"1m","limits":{"pids_max":5,"cpu_max":0.5,"memory_max_bytes":1048576}}`: "",
-		`{}`:                                                           "argv is missing",
-		`{"argv":["bin/x"]}`:                                           "absolute",
-		`{"argv":["/bin/../x"]}`:                                       "absolute",
-		`{"argv":["/bin/x","a\u0000b"]}`:                               "zero byte",
-		`{"argv":["/bin/x"],"shell":true}`:                             "unknown field",
-		`{"argv":["/bin/x"]} {}`:                                       "follows",
-		`{"argv":["/bin/x"],"restart":"sometimes"}`:                    "restart",
-		`{"argv":["/bin/x"],"stop_timeout":"11m"}`:                     "stop_timeout",
-		`{"argv":["/bin/x"],"stop_timeout":"soon"}`:                    "stop_timeout",
-		`{"argv":["/bin/x"],"dir":"srv"}`:                              "dir",
-		`{"argv":["/bin/x"],"env":{"A=B":"1"}}`:                        "env",
-		`{"argv":["/bin/x"],"env":{"BC_RUN":"1"}}`:                     "env",
-		`{"argv":["/bin/x"],"limits":{"pids_max":-1}}`:                 "limits",
+		`{"argv":["/bin/x"],"env":{"A":"1"},"dir":"/srv","user":"nobody","restart":"never","stop_timeout":"1m","limits":{"pids_max":8,"cpu_max":0.5,"memory_max_bytes":8388608}}`: "",
+		`{}`:                                           "argv is missing",
+		`{"argv":["bin/x"]}`:                           "absolute",
+		`{"argv":["/bin/../x"]}`:                       "absolute",
+		`{"argv":["/bin/x","a\u0000b"]}`:               "zero byte",
+		`{"argv":["/bin/x"],"shell":true}`:             "unknown field",
+		`{"argv":["/bin/x"]} {}`:                       "follows",
+		`{"argv":["/bin/x"],"restart":"sometimes"}`:    "restart",
+		`{"argv":["/bin/x"],"stop_timeout":"11m"}`:     "stop_timeout",
+		`{"argv":["/bin/x"],"stop_timeout":"soon"}`:    "stop_timeout",
+		`{"argv":["/bin/x"],"dir":"srv"}`:              "dir",
+		`{"argv":["/bin/x"],"env":{"A=B":"1"}}`:        "env",
+		`{"argv":["/bin/x"],"env":{"BC_RUN":"1"}}`:     "env",
+		`{"argv":["/bin/x"],"limits":{"pids_max":-1}}`: "limits",
+		// Within these the gate itself does not come to the program.
+		`{"argv":["/bin/x"],"limits":{"pids_max":7}}`:                  "limits",
+		`{"argv":["/bin/x"],"limits":{"memory_max_bytes":8388607}}`:    "limits",
 		`{"argv":["/bin/x"],"limits":{"memory_max_bytes":1}}`:          "limits",
 		`{"argv":["/bin/x"],"limits":{"cpu_max":0.001}}`:               "limits",
 		`{"argv":["/bin/x"],"user":"` + strings.Repeat("u", 65) + `"}`: "user",
@@ -57,7 +60,7 @@ func TestOOMKills(t *testing.T) {
 }
 
 func FuzzParseConfig(f *testing.F) {
-	f.Add([]byte(`{"argv":["/bin/x"],"env":{"A":"1"},"limits":{"pids_max":5}}`))
+	f.Add([]byte(`{"argv":["/bin/x"],"env":{"A":"1"},"limits":{"pids_max":50}}`))
 	f.Add([]byte(`{"argv":[]}`))
 	f.Fuzz(func(t *testing.T, data []byte) {
 		if c, err := ParseConfig(data); err == nil && (len(c.Argv) == 0 || c.Argv[0][0] != '/') {

@@ -265,6 +265,36 @@ func (r *Runtime) find(id string, create bool) (*proc, error) {
 	return p, nil
 }
 
+// hold gives an instance with its work locked: none that was removed, or let go
+// of at the end, while that lock was waited for.
+func (r *Runtime) hold(id string, create bool) (*proc, error) {
+	for {
+		p, err := r.find(id, create)
+		if p == nil || err != nil {
+			return nil, err
+		}
+		p.work.Lock()
+		now, err := r.find(id, false)
+		if now == p && err == nil {
+			return p, nil
+		}
+		p.work.Unlock()
+		if err != nil {
+			return nil, err
+		}
+	}
+}
+
+// dropEmpty forgets an instance of which nothing is here. The caller holds its work.
+func (r *Runtime) dropEmpty(id string, p *proc) {
+	if p.record().Spec.ID != "" {
+		return
+	}
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	delete(r.procs, id)
+}
+
 // List tells every instance of this runtime, and groups in its cgroup folder
 // that no record explains.
 func (r *Runtime) List(context.Context) ([]instance.Status, error) {
@@ -347,7 +377,7 @@ func (r *Runtime) sweepGroups() {
 	}
 	for _, g := range r.groups() {
 		if !used[g.path] && !populated(g.path) {
-			if err := os.Remove(g.path); err != nil {
+			if err := removeGroup(g.path); err != nil {
 				r.o.Log.Warn("an empty cgroup is left", "cgroup", g.path, "err", err)
 			}
 		}
@@ -375,12 +405,12 @@ func (r *Runtime) Apply(ctx context.Context, s instance.Spec) error {
 	if err := c.Limits.enable(r.o.Cgroup); err != nil {
 		return err
 	}
-	p, err := r.find(s.ID, true)
+	p, err := r.hold(s.ID, true)
 	if err != nil {
 		return err
 	}
-	p.work.Lock()
 	defer p.work.Unlock()
+	defer r.dropEmpty(s.ID, p)
 	have := p.record()
 	switch {
 	case have.Spec.Generation > s.Generation:
@@ -393,7 +423,18 @@ func (r *Runtime) Apply(ctx context.Context, s instance.Spec) error {
 	if err := r.halt(ctx, p); err != nil {
 		return err
 	}
-	return r.start(p, s, c, credential)
+	// A run whose record was lost is older than what is to run now.
+	if err := r.killGroups(s.ID); err != nil {
+		return err
+	}
+	if err := r.start(p, s, c, credential); err != nil {
+		if p.record().Spec.ID == "" {
+			// Nobody hears of it, so nobody would have it removed.
+			err = errors.Join(err, r.forget(s.ID))
+		}
+		return err
+	}
+	return nil
 }
 
 func (p *proc) record() record {
@@ -467,7 +508,11 @@ func (r *Runtime) start(p *proc, s instance.Spec, c Config, credential *syscall.
 		return giveUp(err)
 	}
 	if _, err := open.Write([]byte{1}); err != nil {
-		return giveUp(errors.Join(fmt.Errorf("start instance: %w", err), r.save(record{Spec: s, Ended: &ended{Reason: "it could not be started"}})))
+		err = fmt.Errorf("start instance: %w", err)
+		if before := p.record(); before.Spec.ID != "" {
+			err = errors.Join(err, r.save(before)) // as it is in memory, and tried again
+		}
+		return giveUp(err)
 	}
 	started = true
 	done := make(chan struct{})
@@ -527,7 +572,8 @@ func (r *Runtime) halt(ctx context.Context, p *proc) error {
 	if at == nil {
 		return nil
 	}
-	if err := signalGroup(f, unix.SIGTERM); err != nil {
+	// Closed: its end is on record, and done follows.
+	if err := signalGroup(f, unix.SIGTERM); err != nil && !errors.Is(err, os.ErrClosed) {
 		return fmt.Errorf("stop instance: %w", err)
 	}
 	grace := time.NewTimer(stop)
@@ -546,7 +592,7 @@ func (r *Runtime) halt(ctx context.Context, p *proc) error {
 	} else {
 		kill = signalGroup(f, unix.SIGKILL)
 	}
-	if errors.Is(kill, fs.ErrNotExist) {
+	if errors.Is(kill, fs.ErrNotExist) || errors.Is(kill, os.ErrClosed) {
 		kill = nil // it ended meanwhile
 	}
 	if kill != nil {
@@ -569,21 +615,32 @@ func (r *Runtime) Remove(ctx context.Context, id string) error {
 	if !idForm.MatchString(id) {
 		return errs.New(errs.InvalidArgs, "process: %.80q is no instance's id", id)
 	}
-	p, err := r.find(id, false)
+	// Made where there is none, so that no apply comes between.
+	p, err := r.hold(id, true)
 	if err != nil {
 		return err
 	}
-	if p != nil {
-		p.work.Lock()
-		defer p.work.Unlock()
-		if err := r.halt(ctx, p); err != nil {
-			return err
-		}
-		r.mu.Lock()
-		delete(r.procs, id)
-		r.mu.Unlock()
+	defer p.work.Unlock()
+	defer r.dropEmpty(id, p)
+	if err := r.halt(ctx, p); err != nil {
+		return err
 	}
 	// A group without a record has nothing but its cgroup to be stopped by.
+	if err := r.killGroups(id); err != nil {
+		return err
+	}
+	if err := r.forget(id); err != nil {
+		return err
+	}
+	p.mu.Lock()
+	p.rec = record{}
+	p.mu.Unlock()
+	return nil
+}
+
+// killGroups ends what lives in an instance's groups. The caller holds its work,
+// and no run of it is at hand.
+func (r *Runtime) killGroups(id string) error {
 	for _, g := range r.groups() {
 		if g.id != id {
 			continue
@@ -592,7 +649,7 @@ func (r *Runtime) Remove(ctx context.Context, id string) error {
 			return err
 		}
 	}
-	return r.forget(id)
+	return nil
 }
 
 func (r *Runtime) outputPath(id string) string { return filepath.Join(r.o.Dir, id+".log") }

@@ -654,7 +654,7 @@ func TestRefusals(t *testing.T) {
 		"dir":        {"a", 1, func(c *Config) { c.Dir = "/no/such/folder" }, errs.InvalidConfig},
 		"dir file":   {"a", 1, func(c *Config) { c.Dir = "/proc/self/stat" }, errs.InvalidConfig},
 		"user":       {"a", 1, func(c *Config) { c.User = "no-such-user" }, errs.InvalidConfig},
-		"limits":     {"a", 1, func(c *Config) { c.Limits.PidsMax = 5 }, errs.UnsupportedOperation},
+		"limits":     {"a", 1, func(c *Config) { c.Limits.PidsMax = 8 }, errs.UnsupportedOperation},
 	} {
 		c := good
 		c.Argv = append([]string{}, good.Argv...)
@@ -677,7 +677,7 @@ func TestRefusals(t *testing.T) {
 	// A newer generation that cannot run does not end the older one.
 	was := pid(r, "a")
 	limited := good
-	limited.Limits.PidsMax = 5
+	limited.Limits.PidsMax = 8
 	if err := r.Apply(t.Context(), spec(t, "a", 2, limited)); errs.CodeOf(err) != errs.UnsupportedOperation || pid(r, "a") != was {
 		t.Errorf("a newer one that cannot run = %v, pid %d, want %d as before", err, pid(r, "a"), was)
 	}

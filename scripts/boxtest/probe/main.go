@@ -18,6 +18,7 @@ import (
 	"path/filepath"
 	"runtime/debug"
 	"slices"
+	"strconv"
 	"strings"
 	"syscall"
 	"time"
@@ -33,9 +34,12 @@ const (
 	// dir gets the plugins: copies of this program, and the foreign one.
 	dir         = "/run/boxtest"
 	foreignPath = "/usr/lib/boxtest/foreign"
-	cgroup      = "/sys/fs/cgroup/bcx"
-	memoryMax   = 128 << 20
-	pidsMax     = 64
+	// agent is the group that this program lives in, as a service's is, and cgroup
+	// the plugins' in it.
+	agent     = "/sys/fs/cgroup/agent"
+	cgroup    = agent + "/plugins"
+	memoryMax = 128 << 20
+	pidsMax   = 64
 )
 
 func main() {
@@ -63,6 +67,7 @@ var checks = []struct {
 	run  func(*bench) error
 }{
 	{"the host starts", (*bench).starts},
+	{"the agent moves out of the plugins' way", (*bench).moved},
 	{"the confined plugin runs the verified file", (*bench).verified},
 	{"each denied call is EPERM, and not without the filter", (*bench).calls},
 	{"clone with a namespace is EPERM, and not without the filter", (*bench).clones},
@@ -130,6 +135,17 @@ func (b *bench) starts() error {
 	if err := os.WriteFile(filepath.Join(dir, "pins"), []byte(pins.String()), 0o644); err != nil {
 		return err
 	}
+	// As systemd does it: the agent directly in a group that was delegated to it.
+	if err := os.Mkdir(agent, 0o755); err != nil {
+		return err
+	}
+	for file, text := range map[string]string{
+		"/sys/fs/cgroup/cgroup.subtree_control": "+memory +pids", agent + "/cgroup.procs": strconv.Itoa(os.Getpid()),
+	} {
+		if err := os.WriteFile(file, []byte(text), 0); err != nil {
+			return err
+		}
+	}
 	b.host, err = host.Start(b.ctx, host.Config{
 		Dir: dir, Privileged: []string{"free", "foreign-free"}, Sandbox: true, Shim: []string{"/proc/self/exe", shimWord},
 		Cgroup: cgroup, MemoryMax: memoryMax, PidsMax: pidsMax, StartTimeout: time.Minute,
@@ -170,6 +186,30 @@ func (b *bench) invoke(plugin, operation string, into any, args ...any) error {
 		return err
 	}
 	return json.Unmarshal(out, into)
+}
+
+// moved: cgroup v2 gives no controllers to the children of a group that holds
+// processes.
+func (b *bench) moved() error {
+	own, err := os.ReadFile("/proc/self/cgroup")
+	if err != nil {
+		return err
+	}
+	if !strings.Contains("\n"+string(own), "\n0::/agent/main\n") {
+		return fmt.Errorf("the agent is in %q, want /agent/main", own)
+	}
+	for _, dir := range []string{agent, cgroup} {
+		enabled, err := os.ReadFile(filepath.Join(dir, "cgroup.subtree_control"))
+		if err != nil {
+			return err
+		}
+		for _, c := range []string{"memory", "pids"} {
+			if !slices.Contains(strings.Fields(string(enabled)), c) {
+				return fmt.Errorf("%s enables %q, want %s in it", dir, enabled, c)
+			}
+		}
+	}
+	return nil
 }
 
 func (b *bench) verified() error {
