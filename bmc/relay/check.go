@@ -12,6 +12,7 @@ import (
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/bmc/addressbook"
 	"github.com/better-compute/site-appliance/bmc/bmcv1"
+	"github.com/better-compute/site-appliance/plugins/driver"
 )
 
 // Operation is what the dispatcher must know before an operation runs.
@@ -49,10 +50,7 @@ const (
 	maxArgs       = 1 << 20
 )
 
-var (
-	driverID      = regexp.MustCompile(`^[a-z][a-z0-9-]{0,63}$`)
-	credentialRef = regexp.MustCompile(`^secret://[A-Za-z0-9._-]{1,64}/[A-Za-z0-9._/-]{1,128}$`)
-)
+var credentialRef = regexp.MustCompile(`^secret://[A-Za-z0-9._-]{1,64}/[A-Za-z0-9._/-]{1,128}$`)
 
 // Check judges an operation without a look at the network or the disk. Codes:
 // unknown-kind, operation-not-allowed, invalid-payload, invalid-args,
@@ -66,7 +64,7 @@ func Check(kind string, op *bmcv1.BmcOperationRequest) (Operation, error) {
 		return Operation{}, errs.New(errs.InvalidPayload, "there is no operation")
 	case !slices.Contains(allowed, op.GetOperation()):
 		return Operation{}, errs.New(errs.OperationNotAllowed, "kind %s does not carry operation %q", kind, op.GetOperation())
-	case !driverID.MatchString(op.GetDriver()):
+	case !driver.ValidID(op.GetDriver()):
 		return Operation{}, errs.New(errs.InvalidPayload, "driver %q is not a driver id", op.GetDriver())
 	case !credentialRef.MatchString(op.GetCredentialsRef()):
 		return Operation{}, errs.New(errs.InvalidPayload, "credentials_ref is not a secret:// reference")

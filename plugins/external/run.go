@@ -159,38 +159,27 @@ func (d *Driver) program() (*program, error) {
 
 // start runs the process with pipes for its three streams.
 func (r *run) start(path string, argv, env []string) (stdout, stderr *os.File, err error) {
-	var files [6]*os.File
-	defer func() {
-		for i, f := range files {
-			// The plugin's ends are 0, 3 and 5.
-			if f != nil && (err != nil || i == 0 || i == 3 || i == 5) {
-				f.Close()
-			}
-		}
-	}()
-	for i := 0; i < len(files); i += 2 {
-		if files[i], files[i+1], err = os.Pipe(); err != nil {
-			return nil, nil, fmt.Errorf("make pipe: %w", err)
-		}
+	pipes, err := peer.NewPipes()
+	if err != nil {
+		return nil, nil, err
 	}
-	r.stdin, stdout, stderr = files[1], files[2], files[4]
 	// A process that another goroutine forks just now holds all our
 	// descriptors until its exec, a writable one of the program perhaps too.
 	for wait := time.Millisecond; ; wait *= 2 {
-		r.cmd = &exec.Cmd{
-			Path: path, Args: slices.Clone(argv), Env: env, SysProcAttr: attributes(),
-			Stdin: files[0], Stdout: files[3], Stderr: files[5],
-		}
+		r.cmd = &exec.Cmd{Path: path, Args: slices.Clone(argv), Env: env, SysProcAttr: attributes()}
+		pipes.Attach(r.cmd)
 		err = r.cmd.Start()
 		if !errors.Is(err, syscall.ETXTBSY) || wait > 500*time.Millisecond {
 			break
 		}
 		time.Sleep(wait)
 	}
+	pipes.Started(err)
 	if err != nil {
 		return nil, nil, fmt.Errorf("start the process: %w", err)
 	}
-	return stdout, stderr, nil
+	r.stdin = pipes.Stdin
+	return pipes.Stdout, pipes.Stderr, nil
 }
 
 // meet takes the handshake line and asks for the description.

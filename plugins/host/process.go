@@ -154,26 +154,18 @@ func start(ctx context.Context, l launch) (_ *process, err error) {
 
 // begin starts the process with pipes for its three streams.
 func (p *process) begin() (stdout, stderr *os.File, err error) {
-	var files [6]*os.File
-	defer func() {
-		for i, f := range files {
-			// The plugin's ends are 0, 3 and 5.
-			if f != nil && (err != nil || i == 0 || i == 3 || i == 5) {
-				f.Close()
-			}
-		}
-	}()
-	for i := 0; i < len(files); i += 2 {
-		if files[i], files[i+1], err = os.Pipe(); err != nil {
-			return nil, nil, fmt.Errorf("make pipe: %w", err)
-		}
+	pipes, err := peer.NewPipes()
+	if err != nil {
+		return nil, nil, err
 	}
-	p.cmd.Stdin, p.cmd.Stdout, p.cmd.Stderr = files[0], files[3], files[5]
-	p.stdin, stdout, stderr = files[1], files[2], files[4]
-	if err = p.cmd.Start(); err != nil {
+	pipes.Attach(p.cmd)
+	err = p.cmd.Start()
+	pipes.Started(err)
+	if err != nil {
 		return nil, nil, fmt.Errorf("start the process: %w", err)
 	}
-	return stdout, stderr, nil
+	p.stdin = pipes.Stdin
+	return pipes.Stdout, pipes.Stderr, nil
 }
 
 // meet takes the handshake line and asks for the description.

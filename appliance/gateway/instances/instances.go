@@ -12,7 +12,6 @@ import (
 	"log/slog"
 	"maps"
 	"math/rand/v2"
-	"regexp"
 	"slices"
 	"strings"
 	"sync"
@@ -26,6 +25,7 @@ import (
 	"github.com/better-compute/site-appliance/appliance/gateway/api/apierr"
 	"github.com/better-compute/site-appliance/appliance/gateway/commands"
 	"github.com/better-compute/site-appliance/appliance/gateway/store"
+	"github.com/better-compute/site-appliance/plugins/driver"
 )
 
 // Commands sends signed commands. Submitting one id twice with the same content
@@ -108,15 +108,13 @@ func (s *Service) wake() {
 	}
 }
 
-var runtimeForm = regexp.MustCompile(`^[a-z][a-z0-9-]{0,63}$`)
-
 // Apply stores what a machine is to run and has it sent. The same again is no
 // change. A runtime that the machine's agent does not advertise is refused;
 // before the agent was ever heard, nothing is known and all is taken.
 func (s *Service) Apply(ctx context.Context, m store.Machine, name, runtime, spec string) (store.Instance, error) {
 	var object map[string]json.RawMessage
 	switch {
-	case !runtimeForm.MatchString(runtime):
+	case !driver.ValidID(runtime):
 		return store.Instance{}, apierr.Invalid("runtime %.80q: want a driver's id, such as process or containerd", runtime)
 	case len(spec) > MaxSpec:
 		return store.Instance{}, apierr.Invalid("spec_json: %d bytes, limit %d", len(spec), MaxSpec)

@@ -12,6 +12,7 @@ import (
 
 	"github.com/better-compute/site-appliance/appliance/base/atomicfile"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
+	"github.com/better-compute/site-appliance/plugins/driver"
 	"github.com/better-compute/site-appliance/plugins/instance"
 )
 
@@ -48,17 +49,14 @@ const (
 	maxFile   = MaxInstances*(maxConfig+4<<10) + maxGraves*256
 )
 
-var (
-	idForm      = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$`)
-	runtimeForm = regexp.MustCompile(`^[a-z][a-z0-9-]{0,63}$`)
-)
+var idForm = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9_-]{0,63}$`)
 
 // check wants what any runtime could be handed. Its errors are invalid-args.
 func (s Spec) check() error {
 	switch {
 	case !idForm.MatchString(s.ID):
 		return errs.New(errs.InvalidArgs, "instance id %.80q: want 1 to 64 letters, digits, _ and -", s.ID)
-	case !runtimeForm.MatchString(s.Runtime):
+	case !driver.ValidID(s.Runtime):
 		return errs.New(errs.InvalidArgs, "runtime %.80q: want a driver's id", s.Runtime)
 	case s.Generation == 0:
 		return errs.New(errs.InvalidArgs, "generation 0: the first is 1")

@@ -36,7 +36,7 @@ func Hosted(h Host, builtIn []string, configs map[string]json.RawMessage, log *s
 		case slices.Contains(builtIn, m.ID):
 			log.Error("a hosted runtime is left out: its id is a built-in runtime's", "driver", m.ID)
 			continue
-		case !runtimeForm.MatchString(m.ID):
+		case !driver.ValidID(m.ID):
 			log.Error("a hosted runtime is left out: its id names no runtime", "driver", m.ID)
 			continue
 		}
