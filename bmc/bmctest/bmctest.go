@@ -1,11 +1,30 @@
 // Package bmctest is the rig: an IPMI 2.0 BMC and a Redfish BMC over real
 // sockets, in front of whatever Machine the test brings.
+//
+// What real BMCs do wrong is a Fault each, for StartRedfish (WithFaults) and for
+// a running BMC (SetFaults). Log is what a BMC was made to do, for tests of what
+// happens at most once. StartFleet is many BMCs that do nothing at rest.
+//
+// Clients by others keep the rig honest: ipmitool, DMTF's redfishtool and
+// OpenStack's sushy, from PATH, from Debian's packages, or from folders in
+// PEERS_PYTHONPATH:
+//
+//	PEERS_PYTHONPATH=/src/sushy:/src/Redfishtool go test -run Under ./bmc/bmctest
+//
+// Services by others keep the drivers honest: OpenIPMI's ipmi_sim in
+// plugins/ipmi, and in bmc/redfish OpenStack's sushy-tools and DMTF's mockup
+// server:
+//
+//	PEERS_PYTHONPATH=/src/sushy-tools REDFISH_MOCKUP_SERVER=/src/Redfish-Mockup-Server go test -v -run TestAgainst ./bmc/redfish
 package bmctest
 
 import (
 	"context"
+	"crypto/tls"
+	"crypto/x509"
 	"errors"
 	"fmt"
+	"net"
 	"strings"
 	"sync"
 	"time"
@@ -56,10 +75,23 @@ type options struct {
 	delay       time.Duration
 	offInterval time.Duration
 	now         func() time.Time
+
+	faults         []Fault
+	late           time.Duration
+	mediaRoots     *x509.CertPool
+	dial           func(ctx context.Context, network, address string) (net.Conn, error)
+	maxSessions    int
+	sessionTimeout time.Duration
+	foreign        string
+	latency        func() time.Duration
+	certificate    *tls.Certificate
 }
 
 func newOptions(opts []Option) options {
-	o := options{offInterval: time.Second, now: time.Now}
+	o := options{
+		offInterval: time.Second, now: time.Now,
+		late: 40 * time.Second, maxSessions: 8, sessionTimeout: 30 * time.Minute, foreign: "https://127.0.0.2:9",
+	}
 	for _, opt := range opts {
 		opt(&o)
 	}
@@ -76,6 +108,38 @@ func OffInterval(d time.Duration) Option { return func(o *options) { o.offInterv
 // Clock is the time by which IPMI boot flags expire.
 func Clock(now func() time.Time) Option { return func(o *options) { o.now = now } }
 
+// WithFaults makes a Redfish BMC begin with these faults.
+func WithFaults(f ...Fault) Option { return func(o *options) { o.faults = append(o.faults, f...) } }
+
+// LateBy is how late AnswersLate makes an answer; 40 s unless set.
+func LateBy(d time.Duration) Option { return func(o *options) { o.late = d } }
+
+// MediaRoots are the CAs by which a Redfish BMC judges the servers that it
+// fetches media and firmware from; none unless set, so that it fetches nothing.
+func MediaRoots(pool *x509.CertPool) Option { return func(o *options) { o.mediaRoots = pool } }
+
+// Dial is how a Redfish BMC reaches those servers, where its network is not the
+// process's own.
+func Dial(dial func(ctx context.Context, network, address string) (net.Conn, error)) Option {
+	return func(o *options) { o.dial = dial }
+}
+
+// MaxSessions is how many Redfish sessions can be open; 8 unless set.
+func MaxSessions(n int) Option { return func(o *options) { o.maxSessions = n } }
+
+// SessionTimeout is how long a Redfish session lives without a request, by
+// Clock; 30 minutes unless set.
+func SessionTimeout(d time.Duration) Option { return func(o *options) { o.sessionTimeout = d } }
+
+// Foreign is the scheme, host and port of the faults that lead to another host.
+func Foreign(origin string) Option { return func(o *options) { o.foreign = origin } }
+
+// Latency is how long a Redfish BMC takes for a request, asked for each.
+func Latency(f func() time.Duration) Option { return func(o *options) { o.latency = f } }
+
+// Certificate is what a Redfish BMC shows instead of a self-signed one.
+func Certificate(c tls.Certificate) Option { return func(o *options) { o.certificate = &c } }
+
 // flagLife is how long boot flags wait for the power command that uses them
 // (IPMI 2.0, table 28-14, parameter 3).
 const flagLife = 60 * time.Second
@@ -88,6 +152,9 @@ var errNotRunning = errors.New("the machine is off")
 type chassis struct {
 	machine Machine
 	options options
+
+	// booting, if set, is called at every boot that the BMC causes.
+	booting func()
 
 	action sync.Mutex // one power action at a time
 
@@ -105,8 +172,15 @@ func newChassis(m Machine, o options) *chassis {
 	return &chassis{machine: m, options: o, standing: none, booted: none}
 }
 
-// Log holds a line for each effect, oldest first: "bootdev pxe efi once",
-// "on pxe efi once", "off", "soft", "cycle none", "reset none".
+// Log holds a line for each command that the BMC has taken, oldest first:
+// "bootdev pxe efi once", "on pxe efi once", "off", "soft", "cycle none",
+// "reset none", "graceful restart none", "nmi"; "failed: …" after one that the
+// machine did not do. A Redfish BMC has these too: "manager reset", "media
+// insert URL", "media eject", "bios set NAME=VALUE,…", "bios reset", "volume
+// create RAID1 NAME drives 1,2", "volume delete NAME", "firmware BIOS 2.0",
+// "password changed", "secure boot on", "secure boot keys DeletePK", "log
+// cleared"; an IPMI BMC also "sdr cleared", "lan changed" and the like. A command that changes nothing, such as On of a machine that is
+// on, has no line, and neither has a refused one.
 func (c *chassis) Log() []string {
 	c.mu.Lock()
 	defer c.mu.Unlock()
@@ -214,6 +288,7 @@ func (c *chassis) boot(ctx context.Context, verb string) error {
 	c.booted = dev
 	c.log = append(c.log, verb+" "+dev.String())
 	c.mu.Unlock()
+	c.boots()
 	if err := c.machine.PowerOn(ctx, dev); err != nil {
 		c.note("failed: %v", err)
 		return fmt.Errorf("start the machine: %w", err)
@@ -265,7 +340,12 @@ func (c *chassis) cycle(ctx context.Context) error {
 
 // reset keeps the power on, unless the next boot is from another device: a
 // Machine learns its device only when it is started.
-func (c *chassis) reset(ctx context.Context) error {
+func (c *chassis) reset(ctx context.Context) error { return c.restart(ctx, "reset") }
+
+// graceful is the operating system's own restart.
+func (c *chassis) graceful(ctx context.Context) error { return c.restart(ctx, "graceful restart") }
+
+func (c *chassis) restart(ctx context.Context, verb string) error {
 	defer c.action.Unlock()
 	if err := c.begin(ctx); err != nil {
 		return err
@@ -277,8 +357,9 @@ func (c *chassis) reset(ctx context.Context) error {
 	c.mu.Lock()
 	same := dev == c.booted
 	c.booted = dev
-	c.log = append(c.log, "reset "+dev.String())
+	c.log = append(c.log, verb+" "+dev.String())
 	c.mu.Unlock()
+	c.boots()
 	var err error
 	if same {
 		err = c.machine.Reset(ctx)
@@ -306,6 +387,40 @@ func (c *chassis) soft(ctx context.Context) error {
 		return fmt.Errorf("shut the machine down: %w", err)
 	}
 	return c.late(ctx)
+}
+
+// Interrupter is a Machine that takes a diagnostic interrupt.
+type Interrupter interface {
+	NMI(ctx context.Context) error
+}
+
+// errNoNMI is a machine that is no Interrupter.
+var errNoNMI = errors.New("the machine takes no diagnostic interrupt")
+
+func (c *chassis) nmi(ctx context.Context) error {
+	defer c.action.Unlock()
+	if err := c.begin(ctx); err != nil {
+		return err
+	}
+	m, able := c.machine.(Interrupter)
+	if !able {
+		return errNoNMI
+	}
+	if !c.machine.Running() {
+		return errNotRunning
+	}
+	c.note("nmi")
+	if err := m.NMI(ctx); err != nil {
+		c.note("failed: %v", err)
+		return fmt.Errorf("interrupt the machine: %w", err)
+	}
+	return c.late(ctx)
+}
+
+func (c *chassis) boots() {
+	if c.booting != nil {
+		c.booting()
+	}
 }
 
 // late is the slow BMC's pause.

@@ -54,6 +54,11 @@ func (f *Fake) Soft(context.Context) error { return f.do(false, "Soft") }
 // Reset implements Machine.
 func (f *Fake) Reset(context.Context) error { return f.do(true, "Reset") }
 
+// NMI implements Interrupter; nothing comes of it.
+func (f *Fake) NMI(context.Context) error {
+	return f.do(f.Running(), "NMI")
+}
+
 // Running implements Machine.
 func (f *Fake) Running() bool {
 	f.mu.Lock()

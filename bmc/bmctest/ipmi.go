@@ -17,11 +17,14 @@ import (
 // IPMI is a running IPMI 2.0 BMC.
 type IPMI struct {
 	*chassis
-	conn   *udp.Conn
-	server *server.Server
-	cancel context.CancelFunc
-	stop   func() bool
-	done   chan struct{}
+	commands *commandLog
+	console  *Console
+	bmc      *bmc.BMC
+	conn     *udp.Conn
+	server   *server.Server
+	cancel   context.CancelFunc
+	stop     func() bool
+	done     chan struct{}
 }
 
 // StartIPMI serves RMCP+ on listen (host:port over UDP, port 0 for any free
@@ -32,7 +35,11 @@ func StartIPMI(ctx context.Context, listen, user, password string, m Machine, op
 		return nil, fmt.Errorf("start IPMI BMC: the password has %d bytes, more than %d", len(password), bmc.MaxPasswordLen)
 	}
 	c := newChassis(m, o)
-	hardware := newHardware(c)
+	hardware, console := newHardware(c), newConsole()
+	hardware.SetConsole(console)
+	if line, has := m.(SerialLine); has {
+		hardware.SetConsole(lineConsole{line})
+	}
 	if err := hardware.Storage().FRU().Write(ctx, 0, fru()); err != nil {
 		return nil, fmt.Errorf("start IPMI BMC: %w", err)
 	}
@@ -55,14 +62,30 @@ func StartIPMI(ctx context.Context, listen, user, password string, m Machine, op
 		return nil, fmt.Errorf("start IPMI BMC: %w", err)
 	}
 	registry := handlers.NewRegistry()
+	registry.Use(logWrites(c))
 	registry.Use(watchBootTimer(c))
+	registry.Use(interrupt(c))
+	commands := &commandLog{}
+	registry.Use(commands.watch)
 	handlers.RegisterAllHandlers(registry)
 	registry.RegisterFunc(types.CommandGetSystemGUID, func(context.Context, *handlers.HandlerContext, []byte) ([]byte, types.CompletionCode, error) {
 		return guid[:], types.CodeOK, nil
 	})
+	// The embedded BMC would reset the machine.
+	restart := func(context.Context, *handlers.HandlerContext, []byte) ([]byte, types.CompletionCode, error) {
+		b.SOL.CloseAll()
+		return nil, types.CodeOK, nil
+	}
+	registry.RegisterFunc(types.CommandColdReset, restart)
+	registry.RegisterFunc(types.CommandWarmReset, restart)
+	cleared := func(context.Context, *handlers.HandlerContext, []byte) ([]byte, types.CompletionCode, error) {
+		return []byte{1}, types.CodeOK, nil // the erasure is over
+	}
+	registry.RegisterFunc(types.CommandClearSDRRepo, cleared)
+	registry.RegisterFunc(types.CommandClearSEL, cleared)
 	ctx, cancel := context.WithCancel(ctx)
 	i := &IPMI{
-		chassis: c, conn: conn, cancel: cancel, done: make(chan struct{}),
+		chassis: c, commands: commands, console: console, bmc: b, conn: conn, cancel: cancel, done: make(chan struct{}),
 		server: server.NewServer(b, conn, server.WithHandlerRegistry(registry)),
 	}
 	go func() {
@@ -89,6 +112,33 @@ func (i *IPMI) Close() error {
 	return err
 }
 
+// writes are the lines of commands that change something and that no machine
+// sees.
+var writes = map[uint16]string{
+	commandKey(types.CommandColdReset): "manager reset", commandKey(types.CommandWarmReset): "manager reset",
+	commandKey(types.CommandClearSDRRepo): "sdr cleared", commandKey(types.CommandClearSEL): "log cleared",
+	commandKey(types.CommandSetUserPassword): "password changed", commandKey(types.CommandSetUsername): "user renamed",
+	commandKey(types.CommandSetUserAccess): "user access changed", commandKey(types.CommandSetLanConfigParam): "lan changed",
+	commandKey(types.CommandWriteFRUData): "fru written", commandKey(types.CommandAddSDR): "sdr written", commandKey(types.CommandDeleteSDR): "sdr written",
+}
+
+func commandKey(c types.Command) uint16 { return uint16(c.NetFn)<<8 | uint16(c.ID) }
+
+// logWrites logs what the BMC has taken of these.
+func logWrites(c *chassis) handlers.Middleware {
+	return func(next handlers.Handler) handlers.Handler {
+		return handlers.HandlerFunc(func(ctx context.Context, h *handlers.HandlerContext, data []byte) ([]byte, types.CompletionCode, error) {
+			answer, code, err := next.Handle(ctx, h, data)
+			line, write := writes[commandKey(h.Command)]
+			test := line == "password changed" && len(data) > 1 && data[1]&3 == 3 // compares only
+			if write && !test && err == nil && code == types.CodeOK {
+				c.note("%s", line)
+			}
+			return answer, code, err
+		})
+	}
+}
+
 // watchBootTimer sees parameter 3 of Set System Boot Options, which the
 // embedded BMC accepts without keeping it: bit 3 stops the 60 second timer.
 func watchBootTimer(c *chassis) handlers.Middleware {
@@ -101,6 +151,25 @@ func watchBootTimer(c *chassis) handlers.Middleware {
 				c.keepFlags(data[1]&0x08 != 0)
 			}
 			return answer, code, err
+		})
+	}
+}
+
+// interrupt is chassis control 4, which the embedded BMC has no hardware for.
+func interrupt(c *chassis) handlers.Middleware {
+	return func(next handlers.Handler) handlers.Handler {
+		return handlers.HandlerFunc(func(ctx context.Context, h *handlers.HandlerContext, data []byte) ([]byte, types.CompletionCode, error) {
+			control := h.Command.NetFn == types.CommandChassisControl.NetFn && h.Command.ID == types.CommandChassisControl.ID
+			if !control || len(data) == 0 || data[0]&0x0f != 4 {
+				return next.Handle(ctx, h, data)
+			}
+			switch err := c.nmi(ctx); {
+			case errors.Is(err, errNotRunning):
+				return nil, types.CodeNotSupported, nil
+			case err != nil:
+				return nil, types.CodeUnspecifiedError, nil
+			}
+			return nil, types.CodeOK, nil
 		})
 	}
 }

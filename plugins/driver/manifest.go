@@ -81,7 +81,7 @@ func validCapability(name string) bool { return len(name) <= 64 && capabilityFor
 func ValidCode(code string) bool { return len(code) <= 64 && codeForm.MatchString(code) }
 
 // BuiltIn lists the ids that no plugin may take.
-func BuiltIn() []string { return []string{"redfish", "ipxe", "image-stream"} }
+func BuiltIn() []string { return []string{"redfish", "wol", "manual", "ipxe", "image-stream"} }
 
 // Check refuses a manifest that is not well-formed, or whose schema does not
 // compile on its own.

@@ -10,9 +10,12 @@ type Inspector interface {
 // InspectKind is inspect {inspect}.
 func InspectKind() driver.Kind[Inspector] {
 	return driver.Kind[Inspector]{
-		Name:       "inspect",
-		Operations: map[string]driver.Operation[Inspector]{"inspect": driver.Get(Inspector.Inspect)},
-		Proxy:      func(i *driver.Implementation) Inspector { return inspectProxy{i} },
+		Name: "inspect",
+		Operations: map[string]driver.Operation[Inspector]{"inspect": driver.Get(func(i Inspector, ctx *driver.Context) (Inspection, error) {
+			in, err := i.Inspect(ctx)
+			return printable(in), err
+		})},
+		Proxy: func(i *driver.Implementation) Inspector { return inspectProxy{i} },
 	}
 }
 

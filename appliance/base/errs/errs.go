@@ -56,6 +56,15 @@ const (
 	DigestMismatch         Code = "digest-mismatch"
 	NoSpace                Code = "no-space"
 	Internal               Code = "internal"
+
+	// What BMCs refuse, where a person or a workflow does something about it.
+	TLSUnsupported         Code = "tls-unsupported"
+	SessionLimit           Code = "session-limit"
+	PasswordChangeRequired Code = "password-change-required"
+	MediaUntrusted         Code = "media-untrusted"
+	BootOnceOnly           Code = "boot-once-only"
+	// CredentialsUnchanged: a rotation was refused, and the old password holds.
+	CredentialsUnchanged Code = "credentials-unchanged"
 )
 
 // Error is what a caller across a wire sees.

@@ -204,11 +204,12 @@ func (b Binding) ByReference(fields ...string) error {
 }
 
 // BMC is the layer of an enrolled BMC: it serves power, management and
-// virtual-media, and takes its address and the reference of its credential.
+// virtual-media, and takes its address and the reference of its credential,
+// where it has one.
 func BMC(id, address, credentialsRef string) map[string]Binding {
 	config, _ := json.Marshal(struct { // strings always encode
 		Address     string `json:"address"`
-		Credentials string `json:"credentials"`
+		Credentials string `json:"credentials,omitempty"`
 	}{address, credentialsRef})
 	layer := map[string]Binding{}
 	for _, kind := range []string{"power", "management", "virtual-media"} {
