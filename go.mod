@@ -2,10 +2,14 @@ module github.com/better-compute/site-appliance
 
 go 1.26.0
 
+// BMCs make their own certificates, some with a serial number below zero.
+godebug x509negativeserial=1
+
 require (
 	connectrpc.com/connect v1.21.1
 	github.com/BurntSushi/toml v1.6.0
 	github.com/bmc-toolbox/bmclib/v2 v2.3.5
+	github.com/bmc-toolbox/common v0.0.0-20250112191656-b6de52e8303d
 	github.com/bougou/go-ipmi v0.9.1
 	github.com/containerd/containerd/v2 v2.0.13
 	github.com/containerd/errdefs v1.0.0
@@ -43,7 +47,6 @@ require (
 	github.com/VictorLowther/simplexml v0.0.0-20180716164440-0bff93621230 // indirect
 	github.com/VictorLowther/soap v0.0.0-20150314151524-8e36fca84b22 // indirect
 	github.com/anchore/go-lzo v0.1.0 // indirect
-	github.com/bmc-toolbox/common v0.0.0-20250112191656-b6de52e8303d // indirect
 	github.com/containerd/cgroups/v3 v3.0.3 // indirect
 	github.com/containerd/containerd/api v1.8.0 // indirect
 	github.com/containerd/continuity v0.4.4 // indirect

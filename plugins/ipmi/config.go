@@ -175,8 +175,8 @@ func readCredentials(ctx *driver.Context) (credentials, error) {
 		return credentials{}, errs.New(errs.CredentialsUnavailable, "password is empty")
 	case len(p) > maxPassword:
 		return credentials{}, errs.New(errs.CredentialsUnavailable, "password is longer than IPMI's %d bytes", maxPassword)
-	case strings.ContainsFunc(string(p), func(r rune) bool { return unicode.IsSpace(r) || r == 0 }):
-		return credentials{}, errs.New(errs.CredentialsUnavailable, "password holds white space, of which ipmitool reads only what comes before")
+	case strings.ContainsFunc(string(p), func(r rune) bool { return unicode.IsSpace(r) || unicode.IsControl(r) }):
+		return credentials{}, errs.New(errs.CredentialsUnavailable, "password holds white space or a control character, of which ipmitool reads only what comes before")
 	}
 	return c, nil
 }

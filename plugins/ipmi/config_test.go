@@ -92,7 +92,7 @@ func TestReadCredentials(t *testing.T) {
 		{"ADMIN", "secret", true}, {"a.b_c@d-e", "twenty-bytes-pass-ok", true}, {strings.Repeat("u", 64), "x", true},
 		{"", "secret", false}, {"a b", "secret", false}, {"a;b", "secret", false}, {strings.Repeat("u", 65), "secret", false},
 		{"ADMIN\n", "secret", false}, {"ADMIN", "", false}, {"ADMIN", "twenty-one-bytes-pass", false},
-		{"ADMIN", "two words", false}, {"ADMIN", "tab\tbed", false}, {"ADMIN", "new\nline", false}, {"ADMIN", "no\u00a0break", false}, {"ADMIN", "nul\x00", false},
+		{"ADMIN", "two words", false}, {"ADMIN", "tab\tbed", false}, {"ADMIN", "new\nline", false}, {"ADMIN", "no\u00a0break", false}, {"ADMIN", "nul\x00", false}, {"ADMIN", "\x01control", false}, {"ADMIN", "del\x7f", false}, {"ADMIN", "esc\x1b[2J", false},
 	} {
 		ctx, _ := drivertest.Context(t, context.Background(), map[string]string{"username": tt.user, "password": tt.password})
 		_, err := readCredentials(ctx)

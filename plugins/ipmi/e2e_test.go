@@ -57,8 +57,9 @@ func TestWholePath(t *testing.T) {
 	dir := hosttest.NewDir(t)
 	dir.Add("bcx-ipmi", hosttest.Build(t, "github.com/better-compute/site-appliance/plugins/cmd/bcx-ipmi"))
 	h := hosttest.Start(t, dir.Config())
-	if got := h.Drivers(); len(got) != 1 || got[0].ID != "ipmi" || !slices.Equal(got[0].Kinds, []string{"inspect", "management", "power"}) {
-		t.Fatalf("Drivers() = %+v, want ipmi with inspect, management and power", got)
+	if got := h.Drivers(); len(got) != 2 || got[0].ID != "ipmi" || !slices.Equal(got[0].Kinds, []string{"inspect", "management", "power"}) ||
+		got[1].ID != "ipmi-sol" || !slices.Equal(got[1].Kinds, []string{"console"}) {
+		t.Fatalf("Drivers() = %+v, want ipmi with inspect, management and power, and ipmi-sol with console", got)
 	}
 	config, _ := json.Marshal(map[string]any{"address": bmc.Addr(), "options": map[string]any{"cipherSuite": 17}})
 	invoke := func(operation, args string) (string, error) {

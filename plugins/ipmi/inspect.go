@@ -20,7 +20,11 @@ func (m *machine) Inspect(ctx *driver.Context) (metal.Inspection, error) {
 	if err != nil {
 		return in, err
 	}
-	fillFRU(&in, fields(out))
+	fru := fields(out)
+	if !isFRU(fru) {
+		return in, errs.Retry(errs.BmcError, "ipmitool read no FRU: %s", m.tool.firstLine(out))
+	}
+	fillFRU(&in, fru)
 	ctx.Emit(driver.Progress{Phase: "inspect", Message: "reading power", Done: 1, Total: 5})
 	if in.Power, err = m.GetPower(ctx); err != nil {
 		return in, err
@@ -94,6 +98,19 @@ func fields(out string) map[string]string {
 		}
 	}
 	return m
+}
+
+// isFRU reports whether some area of a FRU was read: ipmitool's exit code is 0
+// where there is none.
+func isFRU(f map[string]string) bool {
+	for name := range f {
+		for _, area := range []string{"Chassis ", "Board ", "Product "} {
+			if strings.HasPrefix(name, area) {
+				return true
+			}
+		}
+	}
+	return false
 }
 
 func fillFRU(in *metal.Inspection, f map[string]string) {

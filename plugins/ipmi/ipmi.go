@@ -1,5 +1,5 @@
-// Package ipmi is the driver "ipmi": power, boot device and inspection of BMCs
-// by ipmitool over IPMI-over-LAN.
+// Package ipmi is the drivers "ipmi", power, boot device and inspection of BMCs, and
+// "ipmi-sol", their serial console: by ipmitool over IPMI-over-LAN.
 package ipmi
 
 import (
@@ -18,13 +18,17 @@ import (
 // version of the driver.
 const version = "1.0.0"
 
-// Main serves the driver as a plugin and returns the exit code.
+// Main serves the drivers ipmi and ipmi-sol as a plugin and returns the exit code.
 func Main(pluginVersion string) int {
 	d, err := Driver()
 	if err != nil {
 		panic(err) // a fault in this file's declaration, found by any start
 	}
-	return sdk.Main(sdk.Options{PluginVersion: pluginVersion}, d)
+	sol, err := SOLDriver()
+	if err != nil {
+		panic(err)
+	}
+	return sdk.Main(sdk.Options{PluginVersion: pluginVersion}, d, sol)
 }
 
 // options are what tests change.
@@ -76,17 +80,26 @@ func (m *machine) GetPower(ctx *driver.Context) (metal.PowerState, error) {
 	if err != nil {
 		return "", err
 	}
-	return parsePower(out), nil
+	state, said := parsePower(out)
+	if !said {
+		return "", errs.Retry(errs.BmcError, "ipmitool did not say what the power is: %s", m.tool.firstLine(out))
+	}
+	return state, nil
 }
 
-func parsePower(out string) metal.PowerState {
-	switch strings.ToLower(strings.TrimSpace(out)) {
-	case "chassis power is on":
-		return metal.PowerOn
-	case "chassis power is off":
-		return metal.PowerOff
+// parsePower finds the line that tells the power.
+func parsePower(out string) (state metal.PowerState, said bool) {
+	for l := range strings.Lines(out) {
+		switch l = strings.ToLower(strings.TrimSpace(l)); {
+		case l == "chassis power is on":
+			return metal.PowerOn, true
+		case l == "chassis power is off":
+			return metal.PowerOff, true
+		case strings.HasPrefix(l, "chassis power is "):
+			return metal.PowerUnknown, true
+		}
 	}
-	return metal.PowerUnknown
+	return metal.PowerUnknown, false
 }
 
 // SetPower sends one power command, exactly once.
@@ -100,10 +113,19 @@ func (m *machine) SetPower(ctx *driver.Context, action metal.PowerAction) error 
 	if err != nil {
 		return err
 	}
-	if !strings.HasPrefix(strings.TrimSpace(out), "Chassis Power Control: ") {
-		return errs.Retry(errs.BmcError, "ipmitool did not say that power was set: %s", m.tool.firstLine(out))
+	// The exit code is 0 even when nothing was set.
+	for l := range strings.Lines(out) {
+		if strings.TrimSpace(l) == "Chassis Power Control: "+powerWords[action] {
+			return nil
+		}
 	}
-	return nil
+	return errs.Retry(errs.BmcError, "ipmitool did not say that power was set: %s", m.tool.firstLine(out))
+}
+
+// powerWords are ipmitool's for what it has done.
+var powerWords = map[metal.PowerAction]string{
+	metal.ActionOn: "Up/On", metal.ActionOff: "Down/Off", metal.ActionSoft: "Soft",
+	metal.ActionCycle: "Cycle", metal.ActionReset: "Reset", metal.ActionNMI: "Diag",
 }
 
 // SetBootDevice sets the boot override.

@@ -14,6 +14,7 @@ import (
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/plugins/driver"
+	"github.com/better-compute/site-appliance/plugins/metal"
 )
 
 const (
@@ -47,6 +48,9 @@ var once = []string{"-R", "1", "-N", "20"}
 // comes first and says so: ipmitool's text is that of a wrong password.
 var patient = []string{"-N", "3"}
 
+// toolPath is all of ipmitool's environment.
+const toolPath = "PATH=/usr/sbin:/usr/bin:/sbin:/bin"
+
 // tool runs ipmitool against one BMC.
 type tool struct {
 	dirs    []string
@@ -69,11 +73,8 @@ func (t *tool) run(ctx context.Context, repeat []string, args ...string) (string
 	defer password.Close()
 	limited, cancel := context.WithTimeout(ctx, t.timeout)
 	defer cancel()
-	argv := []string{"-I", "lanplus", "-C", strconv.Itoa(t.config.suite), "-H", t.config.host, "-p", strconv.Itoa(t.config.port),
-		"-U", t.login.username, "-L", "ADMINISTRATOR", "-f", "/dev/fd/3"}
-	argv = append(append(argv, repeat...), args...)
-	cmd := exec.CommandContext(limited, path, argv...)
-	cmd.Env = []string{"PATH=/usr/sbin:/usr/bin:/sbin:/bin"}
+	cmd := exec.CommandContext(limited, path, append(t.argv(repeat), args...)...)
+	cmd.Env = []string{toolPath}
 	cmd.Dir = "/"
 	cmd.ExtraFiles = []*os.File{password}
 	cmd.WaitDelay = 2 * time.Second
@@ -99,13 +100,20 @@ func (t *tool) run(ctx context.Context, repeat []string, args ...string) (string
 	return "", fmt.Errorf("run ipmitool: %w", err)
 }
 
+// argv is what every run begins with.
+func (t *tool) argv(repeat []string) []string {
+	return append([]string{"-I", "lanplus", "-C", strconv.Itoa(t.config.suite), "-H", t.config.host, "-p", strconv.Itoa(t.config.port),
+		"-U", t.login.username, "-L", "ADMINISTRATOR", "-f", "/dev/fd/3"}, repeat...)
+}
+
 // firstLine is the first line that says something, never with the password.
 func (t *tool) firstLine(outputs ...string) string {
 	for _, out := range outputs {
 		for l := range strings.Lines(out) {
 			if l = strings.TrimSpace(l); l != "" {
-				l = strings.ToValidUTF8(l[:min(len(l), 300)], "?")
-				return strings.ReplaceAll(l, string(t.login.password.Reveal()), "[redacted]")
+				// The password first: a cut could leave a part of it.
+				l = strings.ReplaceAll(l, string(t.login.password.Reveal()), "[redacted]")
+				return metal.Printable(l[:min(len(l), 300)])
 			}
 		}
 	}

@@ -19,6 +19,11 @@ import (
 // invoke runs one operation in this process.
 func invoke(t *testing.T, o options, config, operation, args string) (string, error) {
 	t.Helper()
+	return invokeAs(t, o, password, config, operation, args)
+}
+
+func invokeAs(t *testing.T, o options, password, config, operation, args string) (string, error) {
+	t.Helper()
 	d, err := define(o)
 	if err != nil {
 		t.Fatal(err)
@@ -237,7 +242,8 @@ func FuzzParsers(f *testing.F) {
 	f.Add("MAC Address : 52:54:00:aa:bb:cc\nRecord Count : 7\n")
 	f.Fuzz(func(t *testing.T, out string) {
 		_, _ = parseBootFlags(out)
-		in, bmc := metal.Inspection{Power: parsePower(out)}, metal.BMC{}
+		power, _ := parsePower(out)
+		in, bmc := metal.Inspection{Power: power}, metal.BMC{}
 		fillFRU(&in, fields(out))
 		fillBMC(&bmc, fields(out))
 		fillLAN(&bmc, fields(out))

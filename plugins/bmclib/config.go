@@ -1,0 +1,156 @@
+package bmclib
+
+import (
+	"encoding/hex"
+	"encoding/json"
+	"net"
+	"net/netip"
+	"regexp"
+	"strconv"
+	"strings"
+
+	"github.com/better-compute/site-appliance/appliance/base/errs"
+	"github.com/better-compute/site-appliance/appliance/base/secret"
+	"github.com/better-compute/site-appliance/plugins/driver"
+)
+
+// schema says what parseConfig accepts, as far as a schema can.
+const schema = `{
+  "$schema": "https://json-schema.org/draft/2020-12/schema",
+  "type": "object",
+  "required": ["address"],
+  "additionalProperties": false,
+  "properties": {
+    "address": {"type": "string", "minLength": 1, "maxLength": 300,
+      "description": "Host name or IP address with an optional port, over https."},
+    "credentials": {"type": "string", "writeOnly": true, "x-bc": {"kind": "secret"}},
+    "tlsSpkiSha256": {"type": "string", "pattern": "^([0-9a-fA-F]{64})?$",
+      "description": "SHA-256 of the key that the BMC must show; without it the system's authorities judge."},
+    "options": {"type": "object", "additionalProperties": false}
+  }
+}`
+
+// config is a parsed configuration.
+type config struct {
+	host string // an IPv6 address stands without brackets
+	port int
+	pin  string // lower-case hex; empty: the authorities judge
+}
+
+// hostPort is the only place that a call may reach.
+func (c config) hostPort() string { return net.JoinHostPort(c.host, strconv.Itoa(c.port)) }
+
+// hostURL is the host as it stands in a URL.
+func (c config) hostURL() string {
+	if strings.Contains(c.host, ":") {
+		return "[" + c.host + "]"
+	}
+	return c.host
+}
+
+// parseConfig reads { address, tlsSpkiSha256, options {} } strictly.
+func parseConfig(raw json.RawMessage, port int) (config, error) {
+	var in struct {
+		Address       *string          `json:"address"`
+		Credentials   *string          `json:"credentials"`
+		TLSSPKISHA256 string           `json:"tlsSpkiSha256"`
+		Options       *json.RawMessage `json:"options"`
+	}
+	if err := driver.StrictJSON(raw, &in, "address", "credentials", "tlsSpkiSha256", "options"); err != nil {
+		return config{}, errs.New(errs.InvalidConfig, "configuration: %v", err)
+	}
+	if in.Address == nil {
+		return config{}, errs.New(errs.InvalidConfig, "configuration: address is missing")
+	}
+	if in.Options != nil {
+		var none struct{}
+		if err := driver.StrictJSON(*in.Options, &none); err != nil {
+			return config{}, errs.New(errs.InvalidConfig, "options: %v", err)
+		}
+	}
+	c := config{pin: strings.ToLower(in.TLSSPKISHA256)}
+	if sum, err := hex.DecodeString(c.pin); c.pin != "" && (err != nil || len(sum) != 32) {
+		return config{}, errs.New(errs.InvalidConfig, "tlsSpkiSha256 is not a hex SHA-256")
+	}
+	var why string
+	if c.host, c.port, why = parseAddress(*in.Address, port); why != "" {
+		return config{}, errs.New(errs.InvalidAddress, "address %.80q: %s", *in.Address, why)
+	}
+	return c, nil
+}
+
+var (
+	schemeForm = regexp.MustCompile(`^[A-Za-z][A-Za-z0-9+.-]*://`)
+	hostForm   = regexp.MustCompile(`^[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*$`)
+	userForm   = regexp.MustCompile(`^[A-Za-z0-9._@-]{1,64}$`)
+)
+
+// parseAddress reads [https://]host[:port], where an IPv6 address with a port
+// stands in brackets; why says what is wrong with it.
+func parseAddress(text string, port int) (host string, _ int, why string) {
+	if scheme := schemeForm.FindString(text); scheme != "" {
+		if !strings.EqualFold(scheme, "https://") {
+			return "", 0, "the driver speaks https only"
+		}
+		text = text[len(scheme):]
+	}
+	if addr, err := netip.ParseAddr(strings.TrimSuffix(strings.TrimPrefix(text, "["), "]")); err == nil && addr.Zone() == "" {
+		return addr.String(), port, ""
+	}
+	host = text
+	if h, p, err := net.SplitHostPort(text); err == nil {
+		n, err := strconv.ParseUint(p, 10, 16)
+		if err != nil || n == 0 {
+			return "", 0, "port is not a number from 1 to 65535"
+		}
+		host, port = h, int(n)
+	}
+	if addr, err := netip.ParseAddr(host); err == nil && addr.Zone() == "" {
+		return addr.String(), port, ""
+	}
+	if len(host) > 253 || !hostForm.MatchString(host) {
+		return "", 0, "want a host name or an IP address, with an optional port"
+	}
+	return host, port, ""
+}
+
+// maxPassword is what any BMC takes at most.
+const maxPassword = 128
+
+// credentials of one call.
+type credentials struct {
+	username string
+	password secret.Value
+}
+
+// readCredentials takes what the host delivered. With form, a provider writes
+// the password into a form as it is, and one with a sign that means something
+// there would be another password, or another field.
+func readCredentials(ctx *driver.Context, form bool) (credentials, error) {
+	username, err := ctx.Secrets.Resolve(ctx, "username")
+	if err != nil {
+		return credentials{}, err
+	}
+	password, err := ctx.Secrets.Resolve(ctx, "password")
+	if err != nil {
+		return credentials{}, err
+	}
+	refuse := func(text string) (credentials, error) {
+		return credentials{}, errs.New(errs.CredentialsUnavailable, "%s", text)
+	}
+	c := credentials{string(username.Reveal()), password}
+	if !userForm.MatchString(c.username) {
+		return refuse("user name is not 1 to 64 of A-Z a-z 0-9 . _ @ -")
+	}
+	switch p := string(password.Reveal()); {
+	case p == "":
+		return refuse("password is empty")
+	case len(p) > maxPassword:
+		return refuse("password is longer than " + strconv.Itoa(maxPassword) + " bytes")
+	case strings.ContainsFunc(p, func(r rune) bool { return r < ' ' || r == 0x7f || r == '\ufffd' }):
+		return refuse("password holds a control character, or is not UTF-8")
+	case form && strings.ContainsFunc(p, func(r rune) bool { return r <= ' ' || r > '~' || strings.ContainsRune("&=+%#;", r) }):
+		return refuse("this BMC's login carries no password with white space, & = + % # ; or letters beyond ASCII")
+	}
+	return c, nil
+}
