@@ -19,9 +19,9 @@ help: ## list the targets
 deps: ## install the Debian packages that are missing
 	@scripts/deps
 
-build: ## out/bin: bcd, better-compute, bcx-ipmi, bcx-containerd
+build: ## out/bin: bcd, better-compute, bcx-ipmi, bcx-bmclib, bcx-containerd
 	@mkdir -p out/bin
-	$(GOBUILD) -o out/bin/ ./appliance/cmd/bcd ./appliance/cmd/better-compute ./plugins/cmd/bcx-ipmi ./plugins/cmd/bcx-containerd
+	$(GOBUILD) -o out/bin/ ./appliance/cmd/bcd ./appliance/cmd/better-compute ./plugins/cmd/bcx-ipmi ./plugins/cmd/bcx-bmclib ./plugins/cmd/bcx-containerd
 
 image: deps build ## out/BOARD: site.img, site.efi, node.raw.zst, manifest.json
 	out/bin/better-compute image build --board $(BOARD) --version $(VERSION) --out out/$(BOARD)
@@ -39,7 +39,7 @@ check: deps ## format, vet, staticcheck, layering, generated code up to date
 bench: image ## peers side by side; writes out/bench.tsv (ONLY=prefix)
 	@go run ./scripts/bench -only "$(ONLY)"
 
-soak: ## the long tests: kill loops, and the fuzzing of every parser (SECONDS_EACH=600)
+soak: ## the long tests: kill loops, 10,000 operations on faulty BMCs, and the fuzzing of every parser (SECONDS_EACH=600)
 	@scripts/soak
 
 spec: ## hold the map of the specification against the tests; SPEC_TEXT=file wants every line of it mapped

@@ -25,6 +25,7 @@ require (
 	github.com/opencontainers/runtime-spec v1.2.0
 	github.com/pin/tftp/v3 v3.2.0
 	github.com/santhosh-tekuri/jsonschema/v6 v6.0.3
+	github.com/stmcginnis/gofish v0.20.0
 	github.com/u-root/gobusybox/src v0.0.0-20250101170133-2e884e4509c7
 	github.com/u-root/mkuimage v0.0.0-20250905073043-9a40452f5d3b
 	github.com/u-root/u-root v0.16.0
@@ -106,7 +107,6 @@ require (
 	github.com/rogpeppe/go-internal v1.14.1 // indirect
 	github.com/satori/go.uuid v1.2.0 // indirect
 	github.com/sirupsen/logrus v1.9.4 // indirect
-	github.com/stmcginnis/gofish v0.20.0 // indirect
 	github.com/ulikunitz/xz v0.5.15 // indirect
 	github.com/vishvananda/netns v0.0.5 // indirect
 	go.opencensus.io v0.24.0 // indirect

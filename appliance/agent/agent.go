@@ -86,6 +86,7 @@ type Agent struct {
 	outbox   *outbox.Outbox
 	dispatch *dispatch.Dispatcher
 	client   *http.Client // unary calls and artifacts; sessions have their own
+	tunnels  *http.Client // one connection for all: bytes must not stand in a call's way
 
 	identity atomic.Pointer[enroll.Identity]
 	change   sync.Mutex // held while the identity is replaced
@@ -133,6 +134,7 @@ func New(cfg Config) (*Agent, error) {
 		return nil, err
 	}
 	a.client = &http.Client{Transport: a.transport(a.mutual), CheckRedirect: noRedirect}
+	a.tunnels = &http.Client{Transport: a.transport(a.mutual), CheckRedirect: noRedirect}
 
 	incarnation := a.journal.Epoch()
 	if cfg.Role == agentv1.Role_ROLE_RAMDISK {
@@ -144,9 +146,11 @@ func New(cfg Config) (*Agent, error) {
 	a.dispatch, err = dispatch.New(dispatch.Config{
 		Role: cfg.Role, AgentID: a.AgentID, Incarnation: incarnation, Kinds: cfg.Kinds, Lanes: cfg.Lanes,
 		Journal: a.journal, Bundle: a.Bundle, Now: a.clock.Now, TimeKnown: timeKnown,
+		SiteID: a.SiteID, Latest: a.latest,
 		Resolve: func(ctx context.Context, commandID string, refs []string) (map[string]secret.Value, error) {
 			return secrets.Resolve(ctx, agentv1connect.NewSecretServiceClient(a.client, a.BaseURL(), clientOptions), commandID, refs)
 		},
+		Tunnel: a.openTunnel,
 		Audit: func(name, key string, body any) error {
 			return a.outbox.Emit(name, outbox.Audit, key, body)
 		},
@@ -196,8 +200,23 @@ func (a *Agent) open(build time.Time) error {
 	}
 	if id != nil {
 		a.identity.Store(id)
+		if a.journal.Fresh() {
+			// The agent had a journal, and what it said of grants and of destructive work is gone.
+			if err := a.journal.Lost(); err != nil {
+				a.complain("state.degraded", "journal", err)
+			}
+		}
 	}
 	return nil
+}
+
+// latest is the latest gateway time that is known to have been.
+func (a *Agent) latest() time.Time {
+	now, passed := a.clock.Now(), a.clock.Passed()
+	if passed.After(now) {
+		return passed
+	}
+	return now
 }
 
 // complain logs a fault of this box and leaves an event of it.
@@ -257,10 +276,14 @@ func (a *Agent) loadFloor() time.Time {
 	return time.UnixMilli(ms)
 }
 
-// saveFloor keeps the clock's floor, at most once an hour of it.
+// saveFloorEvery spaces writes of the clock's floor: whoever reboots a box and sets
+// its time back gains at most so much.
+const saveFloorEvery = 10 * time.Minute
+
+// saveFloor keeps the clock's floor, at most once in saveFloorEvery of it.
 func (a *Agent) saveFloor() {
-	floor := a.clock.Floor().UnixMilli()
-	if a.cfg.StateDir == "" || floor-a.savedAt.Load() < time.Hour.Milliseconds() {
+	floor := a.clock.Passed().UnixMilli()
+	if a.cfg.StateDir == "" || floor-a.savedAt.Load() < saveFloorEvery.Milliseconds() {
 		return
 	}
 	if err := atomicfile.Write(a.floorPath(), []byte(strconv.FormatInt(floor, 10)+"\n"), 0o600); err != nil {

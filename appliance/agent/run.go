@@ -35,6 +35,7 @@ func (a *Agent) Run(ctx context.Context) error {
 	var owned sync.WaitGroup
 	defer a.close()
 	defer a.client.CloseIdleConnections()
+	defer a.tunnels.CloseIdleConnections()
 	defer owned.Wait()
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
@@ -145,6 +146,7 @@ func (a *Agent) replace(next func(old *enroll.Identity) *enroll.Identity) {
 	a.identity.Store(id)
 	// Later connections show the new certificate and trust the new bundle.
 	a.client.CloseIdleConnections()
+	a.tunnels.CloseIdleConnections()
 	fatal, partial := a.store.Save(id)
 	if err := errors.Join(fatal, partial); err != nil {
 		a.complain("state.degraded", "identity", err)
@@ -329,23 +331,40 @@ func (a *Agent) renewOnce(ctx context.Context, id *enroll.Identity) error {
 	return nil
 }
 
-// compactNowAndThen forgets tombstones, by gateway time alone.
+// compactNowAndThen forgets tombstones, by gateway time alone, and keeps the clock's floor.
 func (a *Agent) compactNowAndThen(ctx context.Context) {
 	tick := time.NewTicker(compactEvery)
 	defer tick.Stop()
+	floor := time.NewTicker(saveFloorEvery)
+	defer floor.Stop()
 	for {
 		select {
 		case <-ctx.Done():
 			return
+		case <-floor.C:
+			if a.heard.Load() {
+				a.saveFloor()
+			}
 		case <-tick.C:
 			if !a.heard.Load() {
 				continue
 			}
-			if err := a.journal.Compact(a.clock.Now()); err != nil {
+			if err := a.journal.Compact(a.forgettable()); err != nil {
 				a.trouble("journal", err)
 			}
 		}
 	}
+}
+
+// forgettable is gateway time as far as the floor believes it: what the journal
+// forgets up to it takes no more commands from, and a gateway that said next year
+// must not keep the box from its next, honest one for so long.
+func (a *Agent) forgettable() time.Time {
+	now, passed := a.clock.Now(), a.clock.Passed()
+	if passed.Before(now) {
+		return passed
+	}
+	return now
 }
 
 // troubles remembers what was said last of each part, so that an outage of a

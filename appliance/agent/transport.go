@@ -5,6 +5,7 @@ import (
 	"crypto/tls"
 	"errors"
 	"fmt"
+	"io"
 	"net"
 	"net/http"
 	"time"
@@ -13,6 +14,8 @@ import (
 
 	"github.com/better-compute/site-appliance/appliance/agent/enroll"
 	"github.com/better-compute/site-appliance/appliance/agent/trust"
+	"github.com/better-compute/site-appliance/appliance/agent/tunnel"
+	"github.com/better-compute/site-appliance/appliance/api/agentv1/agentv1connect"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 )
 
@@ -91,6 +94,15 @@ func (a *Agent) transport(config tlsFor) *http.Transport {
 			return conn, nil
 		},
 	}
+}
+
+// openTunnel opens the tunnel of a command in flight.
+func (a *Agent) openTunnel(ctx context.Context, commandID string) (io.ReadWriteCloser, error) {
+	c, err := tunnel.Open(ctx, agentv1connect.NewTunnelServiceClient(a.tunnels, a.BaseURL(), clientOptions), commandID, tunnel.DefaultTiming)
+	if err != nil {
+		return nil, err
+	}
+	return c, nil
 }
 
 // noRedirect keeps the agent's certificate where it was meant to go.

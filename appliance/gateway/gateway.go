@@ -20,17 +20,21 @@ import (
 	"connectrpc.com/connect"
 	"golang.org/x/net/netutil"
 
+	line "github.com/better-compute/site-appliance/appliance/agent/tunnel"
 	"github.com/better-compute/site-appliance/appliance/api/agentv1/agentv1connect"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/appliance/gateway/artifacts"
 	"github.com/better-compute/site-appliance/appliance/gateway/commands"
 	"github.com/better-compute/site-appliance/appliance/gateway/enrol"
+	"github.com/better-compute/site-appliance/appliance/gateway/grants"
 	"github.com/better-compute/site-appliance/appliance/gateway/keys"
 	"github.com/better-compute/site-appliance/appliance/gateway/module"
 	"github.com/better-compute/site-appliance/appliance/gateway/nodespec"
 	"github.com/better-compute/site-appliance/appliance/gateway/secretstore"
 	"github.com/better-compute/site-appliance/appliance/gateway/sessions"
+	"github.com/better-compute/site-appliance/appliance/gateway/settle"
 	"github.com/better-compute/site-appliance/appliance/gateway/store"
+	"github.com/better-compute/site-appliance/appliance/gateway/tunnel"
 	"github.com/better-compute/site-appliance/plugins/driver"
 )
 
@@ -77,10 +81,13 @@ type Gateway struct {
 	Store     *store.Store
 	Commands  *commands.Service
 	Sessions  *sessions.Service
+	Tunnels   *tunnel.Hub
 	Enrol     *enrol.Service
 	Secrets   *secretstore.Service
 	Artifacts *artifacts.Service
 	Nodes     *nodespec.Service
+	Settle    *settle.Service
+	Grants    *grants.Service
 	Modules   *module.Set
 	// Drivers are the modules', and those that are registered before Serve.
 	Drivers *driver.Registry
@@ -129,7 +136,10 @@ func (g *Gateway) open(o Options) (err error) {
 		return err
 	}
 	g.Commands = commands.New(g.Store, g.Keys.Command, g.Modules, g.Log.With("part", "commands"))
+	g.Grants = grants.New(g.Store, g.Keys.Current)
+	g.Commands.CiteFrom(g.Grants)
 	g.Sessions = sessions.New(g.Store, g.Commands, g.Keys, g.Keys.Current.Version(), o.Timing, g.Log.With("part", "sessions"))
+	g.Tunnels = tunnel.New(g.Store, line.Timing{Beat: o.Timing.Heartbeat, Dead: o.Timing.Dead}, g.Log.With("part", "tunnels"))
 	g.Enrol = enrol.New(g.Store, g.Keys, g.Log.With("part", "enrol"))
 	g.Enrol.OnSuperseded = func(ctx context.Context, agentID string) {
 		if err := g.Sessions.Expel(ctx, agentID, errs.New(errs.Superseded, "a newer identity stands for the same machine or site")); err != nil {
@@ -139,6 +149,9 @@ func (g *Gateway) open(o Options) (err error) {
 	if g.Secrets, err = secretstore.New(g.Store, g.Keys.Store, g.Log.With("part", "secrets")); err != nil {
 		return err
 	}
+	g.Settle = settle.New(settle.Config{Store: g.Store, Commands: g.Commands, Secrets: g.Secrets, Online: g.Sessions.Online, Log: g.Log.With("part", "settle")})
+	g.Commands.Before(settle.RotateKind, g.Settle.Begin)
+	g.Commands.OnFinished(g.Settle.Finished)
 	if g.Artifacts, err = artifacts.New(filepath.Join(g.Dir, "artifacts"), g.Store, g.Log.With("part", "artifacts")); err != nil {
 		return err
 	}
@@ -148,6 +161,8 @@ func (g *Gateway) open(o Options) (err error) {
 	add(brief(h), path)
 	path, h = agentv1connect.NewSessionServiceHandler(g.Sessions, connect.WithReadMaxBytes(sessionBytes), connect.WithCompressMinBytes(compressBytes))
 	add(sessions.Deadlines(h), path)
+	path, h = agentv1connect.NewTunnelServiceHandler(g.Tunnels, connect.WithReadMaxBytes(callBytes), connect.WithCompressMinBytes(callBytes))
+	add(tunnel.Deadlines(h), path)
 	path, h = agentv1connect.NewSecretServiceHandler(g.Secrets, connect.WithReadMaxBytes(callBytes))
 	add(h, path)
 	path, h = agentv1connect.NewArtifactServiceHandler(g.Artifacts, connect.WithReadMaxBytes(callBytes))
@@ -158,6 +173,7 @@ func (g *Gateway) open(o Options) (err error) {
 	add(h, path)
 	for _, p := range []string{
 		"/" + agentv1connect.EnrolmentServiceName + "/", "/" + agentv1connect.SessionServiceName + "/",
+		"/" + agentv1connect.TunnelServiceName + "/",
 		"/" + agentv1connect.SecretServiceName + "/", "/" + agentv1connect.ArtifactServiceName + "/", artifacts.Path,
 		"/" + agentv1connect.NodeServiceName + "/",
 	} {
@@ -249,6 +265,7 @@ func (g *Gateway) ServeListener(ctx context.Context, l net.Listener) error {
 	work, stop := context.WithCancel(context.WithoutCancel(ctx))
 	var wg sync.WaitGroup
 	wg.Go(func() { g.Commands.Run(work) })
+	wg.Go(func() { g.Settle.Run(work) })
 	wg.Go(func() { g.tidy(work) })
 	defer wg.Wait()
 	defer stop()
@@ -264,6 +281,8 @@ func (g *Gateway) ServeListener(ctx context.Context, l net.Listener) error {
 	g.Log.Info("gateway stops")
 	grace, cancel := context.WithTimeout(context.WithoutCancel(ctx), drainTime)
 	defer cancel()
+	// Before the sessions: what ends with a tunnel may still tell its result.
+	g.Tunnels.Drain()
 	if err := g.Sessions.Drain(grace); err != nil {
 		g.Log.Warn("stop", "err", err)
 	}

@@ -962,6 +962,7 @@ func TestArtifacts(t *testing.T) {
 		"cut off":     {"x", "raw.zst", packed[:len(packed)-10]},
 		"trailing":    {"x", "raw.zst", append(bytes.Clone(packed), "tail"...)},
 		"empty":       {"x", "raw.zst", nil},
+		"empty disc":  {"x", "raw", nil},
 		"other form":  {"x", "qcow2", packed},
 		"odd name":    {"../x", "raw.zst", packed},
 		"digest-like": {a.SHA256, "raw.zst", packed},
@@ -972,6 +973,12 @@ func TestArtifacts(t *testing.T) {
 	}
 	if files, err := os.ReadDir(filepath.Join(g.Dir, "artifacts")); err != nil || len(files) != 2 {
 		t.Errorf("%d files kept, %v, want the artifact and its list", len(files), err)
+	}
+	// A disc is kept as it is.
+	disc, err := g.Artifacts.Import(t.Context(), "rescue.iso", "amd64", "raw", bytes.NewReader(plain[:1000]))
+	sum := sha256.Sum256(plain[:1000])
+	if want := hex.EncodeToString(sum[:]); err != nil || disc.SHA256 != want || disc.UnpackedSHA256 != want || disc.SizeBytes != 1000 || disc.UnpackedSizeBytes != 1000 {
+		t.Errorf("Import of a disc = %+v, %v, want its own digest twice", disc, err)
 	}
 }
 

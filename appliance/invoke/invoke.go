@@ -4,6 +4,8 @@ package invoke
 
 import (
 	"context"
+	"crypto/sha256"
+	"encoding/hex"
 	"encoding/json"
 	"log/slog"
 	"slices"
@@ -11,6 +13,7 @@ import (
 	"unicode/utf8"
 
 	"github.com/better-compute/site-appliance/appliance/agent/dispatch"
+	"github.com/better-compute/site-appliance/appliance/agent/grants"
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/appliance/base/secret"
@@ -34,6 +37,10 @@ type Book interface {
 	Bind(addr, pin, credRef, driver string) (learned bool, err error)
 	Forget(addr, driver string) error
 	Guard(text, pin, credRef string) error
+	// Named are the known addresses that text may name, in plain form.
+	Named(text string) []string
+	// Protected is told an address in plain form.
+	Protected(addr string) bool
 }
 
 // Options are what an agent's driver.invoke works with.
@@ -42,7 +49,12 @@ type Options struct {
 	Host Host
 	// Book is a site's; nil: the agent keeps none.
 	Book Book
-	Log  *slog.Logger
+	// MachineID is the machine that the agent itself is, if it is one; nil: it is none.
+	MachineID func() string
+	// Protected says whether destructive work on a machine always needs grants; nil:
+	// on none.
+	Protected func(machineID string) bool
+	Log       *slog.Logger
 }
 
 // New makes the kind for an agent of any role. A driver whose configuration
@@ -67,7 +79,7 @@ func New(o Options) dispatch.Kind {
 	return dispatch.Kind{
 		Name: invocation.Kind, Lane: "provision",
 		Roles:  []agentv1.Role{agentv1.Role_ROLE_NODE, agentv1.Role_ROLE_SITE, agentv1.Role_ROLE_RAMDISK},
-		Decode: i.decode, Check: check, Run: i.run, Recover: again,
+		Decode: i.decode, Check: i.check, Run: i.run, Recover: again,
 	}
 }
 
@@ -98,7 +110,7 @@ func (i *invoker) decode(args []byte) (dispatch.Operation, error) {
 	if err != nil {
 		return dispatch.Operation{}, err
 	}
-	op := dispatch.Operation{Name: r.Name(), Destructive: true, Counts: counts(r), Value: r}
+	op := dispatch.Operation{Name: r.Name(), Action: r.Action(), Destructive: true, Counts: counts(r), Value: r}
 	if d, ok := i.find(r); ok {
 		op.RetrySafe = d.manifest.IsRetrySafe(r.Concern, r.Operation)
 	}
@@ -107,7 +119,7 @@ func (i *invoker) decode(args []byte) (dispatch.Operation, error) {
 
 // check wants the invocation and its signed envelope to speak of the same step
 // and machine, and queues commands by machine.
-func check(p *agentv1.CommandPayload, op dispatch.Operation) (dispatch.Operation, error) {
+func (i *invoker) check(p *agentv1.CommandPayload, op dispatch.Operation) (dispatch.Operation, error) {
 	r := op.Value.(invocation.Request)
 	for _, f := range []struct {
 		name string
@@ -121,6 +133,9 @@ func check(p *agentv1.CommandPayload, op dispatch.Operation) (dispatch.Operation
 		}
 	}
 	op.Key = invocation.Kind + " " + r.TargetNodeID
+	if op.Counts {
+		i.touches(r, &op)
+	}
 	return op, nil
 }
 
@@ -140,6 +155,98 @@ func counts(r invocation.Request) bool {
 	args, err := driver.ParseArgs(r.Args)
 	var action string
 	return err != nil || len(args) != 1 || json.Unmarshal(args[0], &action) != nil || action != "on"
+}
+
+// always are the operations that need a grant for a single machine too: what they
+// overwrite nobody brings back, and only the driver knows whether anything was there.
+var always = []string{"firmware.update", "raid.applyLayout", "deploy.deploy"}
+
+// touches says what a destructive invocation touches: the machine that it is for,
+// every BMC that it names, and where it names none its configuration, whatever that
+// leads to. A machine's id is only what its sender says.
+func (i *invoker) touches(r invocation.Request, op *dispatch.Operation) {
+	machine := r.TargetNodeID
+	if machine == "" && i.options.MachineID != nil {
+		machine = i.options.MachineID()
+	}
+	if machine != "" {
+		op.Targets = append(op.Targets, grants.Machine(machine))
+		op.Always = i.options.Protected != nil && i.options.Protected(machine)
+	}
+	named := i.named(r)
+	for _, address := range named {
+		op.Targets = append(op.Targets, grants.BMC(address))
+		op.Always = op.Always || i.options.Book != nil && i.options.Book.Protected(address)
+	}
+	if len(named) == 0 && len(r.Config) > 0 {
+		sum := sha256.Sum256(r.Config)
+		op.Targets = append(op.Targets, "config:"+hex.EncodeToString(sum[:8]))
+	}
+	op.Always = op.Always || slices.Contains(always, r.Name())
+	op.Artifacts = brings(r)
+}
+
+// named are the BMCs of an invocation, in plain form: its own address, known or
+// not, and whatever else of configuration and arguments names a known one.
+func (i *invoker) named(r invocation.Request) []string {
+	var out []string
+	if plain, err := addressbook.Normalise(r.Address(), r.Driver); err == nil {
+		out = append(out, plain)
+	}
+	if i.options.Book != nil {
+		for _, raw := range []json.RawMessage{r.Config, r.Args} {
+			var v any
+			if json.Unmarshal(raw, &v) == nil {
+				if fields, ok := v.(map[string]any); ok && len(out) > 0 {
+					delete(fields, "address") // it stands there, with its driver's own port
+				}
+				texts(v, func(s string) { out = append(out, i.options.Book.Named(s)...) })
+			}
+		}
+	}
+	slices.Sort(out)
+	return slices.Compact(out)
+}
+
+// texts are all texts of a JSON value, names included.
+func texts(v any, each func(string)) {
+	switch v := v.(type) {
+	case string:
+		each(v)
+	case []any:
+		for _, e := range v {
+			texts(e, each)
+		}
+	case map[string]any:
+		for name, e := range v {
+			each(name)
+			texts(e, each)
+		}
+	}
+}
+
+// brings are the digests that an update or a deployment says.
+func brings(r invocation.Request) []string {
+	args, err := driver.ParseArgs(r.Args)
+	if err != nil || len(args) != 1 {
+		return nil
+	}
+	var said struct {
+		SHA256 string `json:"sha256"`
+		Image  struct {
+			SHA256 string `json:"sha256"`
+		} `json:"image"`
+	}
+	if json.Unmarshal(args[0], &said) != nil {
+		return nil
+	}
+	switch r.Name() {
+	case "firmware.update":
+		return slices.DeleteFunc([]string{said.SHA256}, func(s string) bool { return s == "" })
+	case "deploy.deploy":
+		return slices.DeleteFunc([]string{said.Image.SHA256}, func(s string) bool { return s == "" })
+	}
+	return nil
 }
 
 // again repeats after a restart what may be repeated.
@@ -232,13 +339,8 @@ func uses(d hosted, r invocation.Request) (use, error) {
 		}
 		return s
 	}
-	u := use{address: text("address"), pin: text("tlsSpkiSha256")}
-	if scheme, rest, ok := strings.Cut(u.address, "://"); ok {
-		// An address book knows hosts and ports, not what lies behind them.
-		if end := strings.IndexAny(rest, "/?#"); end >= 0 {
-			u.address = scheme + "://" + rest[:end]
-		}
-	}
+	// An address book knows hosts and ports, not what lies behind them.
+	u := use{address: r.Address(), pin: text("tlsSpkiSha256")}
 	if d.schema != nil {
 		for _, name := range d.schema.SecretFields() {
 			if ref := text(name); schema.IsRef(ref) {

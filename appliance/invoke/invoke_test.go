@@ -432,3 +432,66 @@ func TestInvokeErrors(t *testing.T) {
 		}
 	}
 }
+
+// TestTargets: an invocation counts for the machine that it says and for every BMC
+// that it can reach, or for its configuration where it names none.
+func TestTargets(t *testing.T) {
+	book, err := addressbook.Open("")
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, one := range []struct{ address, driver string }{{"10.0.0.7", "ipmi"}, {"10.0.0.8", "redfish"}} {
+		if err := book.Rebind(one.address, "", "secret://t/bmc", one.driver, one.driver == "redfish"); err != nil {
+			t.Fatal(err)
+		}
+	}
+	k := invoke.New(invoke.Options{Host: newFake(), Book: book, MachineID: func() string { return "node_self" }, Protected: func(id string) bool { return id == "node_p" }})
+	digest := strings.Repeat("ab", 32)
+	for name, tt := range map[string]struct {
+		edit      func(r *invocation.Request)
+		want      []string
+		always    bool
+		artifacts []string
+	}{
+		"address": {edit: func(r *invocation.Request) {}, want: []string{"machine:node_1", "bmc:10.0.0.5:443"}},
+		"address as a URL": {edit: func(r *invocation.Request) { r.Config = json.RawMessage(`{"address":"https://10.0.0.5/redfish/v1?x"}`) },
+			want: []string{"machine:node_1", "bmc:10.0.0.5:443"}},
+		"the machine itself": {edit: func(r *invocation.Request) { r.TargetNodeID = "" }, want: []string{"machine:node_self", "bmc:10.0.0.5:443"}},
+		"a known BMC elsewhere": {edit: func(r *invocation.Request) {
+			r.Config = json.RawMessage(`{"address":"10.0.0.5","mirror":"https://10.0.0.7:623/x"}`)
+		},
+			want: []string{"machine:node_1", "bmc:10.0.0.5:443", "bmc:10.0.0.7:623"}},
+		"a known BMC in the arguments": {edit: func(r *invocation.Request) { r.Args = json.RawMessage(`["off",{"to":["10.0.0.8"]}]`) },
+			want: []string{"machine:node_1", "bmc:10.0.0.5:443", "bmc:10.0.0.8:443"}, always: true},
+		"a known host at its driver's port": {edit: func(r *invocation.Request) { r.Config = json.RawMessage(`{"address":"10.0.0.7"}`) },
+			want: []string{"machine:node_1", "bmc:10.0.0.7:443"}},
+		"no address": {edit: func(r *invocation.Request) { r.Config = json.RawMessage(`{"host":"ten"}`) },
+			want: []string{"machine:node_1", "config:1c4ae800a183f12a"}},
+		"no configuration":    {edit: func(r *invocation.Request) { r.Config = nil }, want: []string{"machine:node_1"}},
+		"a protected machine": {edit: func(r *invocation.Request) { r.TargetNodeID = "node_p" }, want: []string{"machine:node_p", "bmc:10.0.0.5:443"}, always: true},
+		"firmware": {edit: func(r *invocation.Request) {
+			r.Concern, r.Operation, r.Args = "firmware", "update", json.RawMessage(`[{"sha256":"`+digest+`"}]`)
+		}, want: []string{"machine:node_1", "bmc:10.0.0.5:443"}, always: true, artifacts: []string{digest}},
+		"a layout": {edit: func(r *invocation.Request) { r.Concern, r.Operation = "raid", "applyLayout" }, want: []string{"machine:node_1", "bmc:10.0.0.5:443"}, always: true},
+	} {
+		c := get()
+		c.request.Operation, c.request.Args = "setPower", json.RawMessage(`["off"]`)
+		tt.edit(&c.request)
+		c.payload.TargetNodeId = c.request.TargetNodeID
+		raw, err := invocation.Encode(c.request)
+		if err != nil {
+			t.Fatal(err)
+		}
+		op, err := k.Decode(raw)
+		if err == nil {
+			op, err = k.Check(c.payload, op)
+		}
+		wantAction := ""
+		if c.request.Name() == "power.setPower" && string(c.request.Args) == `["off"]` {
+			wantAction = "off"
+		}
+		if err != nil || !slices.Equal(op.Targets, tt.want) || op.Always != tt.always || !slices.Equal(op.Artifacts, tt.artifacts) || op.Action != wantAction {
+			t.Errorf("%s: targets %v, always %v, artifacts %v, action %q, %v; want %v, %v, %v, %q", name, op.Targets, op.Always, op.Artifacts, op.Action, err, tt.want, tt.always, tt.artifacts, wantAction)
+		}
+	}
+}

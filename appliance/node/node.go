@@ -109,6 +109,12 @@ func Run(ctx context.Context, c Config) error {
 	all := instances.Hosted(plugins, []string{processRuntime}, runtimes, c.Log.With("part", "instances"))
 	all[processRuntime] = processes
 	var a *agent.Agent
+	itself := func() string {
+		if a == nil {
+			return "" // it starts, and takes up what its journal left open
+		}
+		return a.MachineID()
+	}
 	converger, err := instances.Open(instances.Config{
 		File: filepath.Join(c.StateDir, "instances.json"), Runtimes: all, Every: c.Every,
 		Backoff: backoff.Policy{Min: time.Second, Max: time.Minute, Rand: func() float64 { return 0.5 + rand.Float64()/2 }},
@@ -122,7 +128,7 @@ func Run(ctx context.Context, c Config) error {
 		Role: agentv1.Role_ROLE_NODE, StateDir: c.StateDir, Join: join, Via: cfg.Gateway.Via, Dial: c.Dial,
 		Version: c.Version, Build: c.Build, ProductUUID: productUUID(c.Sys), MACs: macs(c.Sys), Log: c.Log,
 		Drivers: hosting.Advertised(plugins), Capabilities: converger.Capabilities(),
-		Kinds: append(converger.Kinds(), invoke.New(invoke.Options{Host: plugins, Log: c.Log.With("part", "invoke")})),
+		Kinds: append(converger.Kinds(), invoke.New(invoke.Options{Host: plugins, MachineID: itself, Log: c.Log.With("part", "invoke")})),
 	})
 	if err != nil {
 		return fmt.Errorf("start the agent: %w", err)

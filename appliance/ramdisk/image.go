@@ -13,6 +13,7 @@ import (
 
 	"github.com/better-compute/site-appliance/appliance/agent/dispatch"
 	"github.com/better-compute/site-appliance/appliance/agent/envelope"
+	"github.com/better-compute/site-appliance/appliance/agent/grants"
 	"github.com/better-compute/site-appliance/appliance/agent/trust"
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
@@ -38,6 +39,7 @@ type imager struct {
 	artifacts *url.URL
 	via       string
 	client    *http.Client
+	machine   string       // the machine's id
 	retry     stream.Retry // the default when zero
 	log       *slog.Logger
 }
@@ -45,7 +47,7 @@ type imager struct {
 func (m *imager) kind() dispatch.Kind {
 	return dispatch.Kind{
 		Name: StreamKind, Lane: "transfer", Roles: []agentv1.Role{agentv1.Role_ROLE_RAMDISK},
-		Decode: decodeStream, Run: m.run,
+		Decode: decodeStream, Check: m.check, Run: m.run,
 		// A reboot loses the journal with the memory, and the half-written disk
 		// does not boot: what was started is interrupted.
 		Recover: func(context.Context, dispatch.Call) dispatch.Verdict { return dispatch.Interrupted() },
@@ -73,7 +75,15 @@ func decodeStream(args []byte) (dispatch.Operation, error) {
 			return dispatch.Operation{}, err
 		}
 	}
-	return dispatch.Operation{Name: "image.stream", Key: "disk " + req.Disk.Serial, Destructive: true, Counts: true, Value: &req}, nil
+	return dispatch.Operation{Name: "image.stream", Key: "disk " + req.Disk.Serial, Destructive: true, Counts: true, Artifacts: []string{req.Sha256}, Value: &req}, nil
+}
+
+// check says whose disk it is, and whether anything is lost with it: a machine
+// that holds something is overwritten only by a grant.
+func (m *imager) check(_ *agentv1.CommandPayload, op dispatch.Operation) (dispatch.Operation, error) {
+	op.Targets = []string{grants.Machine(m.machine)}
+	op.Always = m.deployed()
+	return op, nil
 }
 
 func (m *imager) run(ctx context.Context, c dispatch.Call) ([]byte, error) {

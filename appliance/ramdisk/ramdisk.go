@@ -74,10 +74,10 @@ func Run(ctx context.Context, c Config) error {
 	for _, n := range hardware.NICs {
 		macs = append(macs, n.MAC)
 	}
-	images := &imager{sys: c.Sys, dev: c.Dev, artifacts: artifacts, via: boot.Via, client: plainClient(), log: c.Log}
+	images := &imager{sys: c.Sys, dev: c.Dev, artifacts: artifacts, via: boot.Via, client: plainClient(), machine: boot.MachineID, log: c.Log}
 	a, err := agent.New(agent.Config{
 		Role: agentv1.Role_ROLE_RAMDISK, StateDir: c.StateDir, Boot: &boot, Dial: c.Dial, Version: c.Version, Build: c.Build,
-		Capabilities: []string{"image.stream/raw.zst"}, Kinds: []dispatch.Kind{images.kind(), invoke.New(invoke.Options{Log: c.Log})},
+		Capabilities: []string{"image.stream/raw.zst"}, Kinds: []dispatch.Kind{images.kind(), invoke.New(invoke.Options{MachineID: func() string { return boot.MachineID }, Log: c.Log})},
 		ProductUUID: hardware.ProductUUID, MACs: macs, Log: c.Log,
 	})
 	if err != nil {

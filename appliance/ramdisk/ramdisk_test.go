@@ -129,9 +129,12 @@ func run(t *testing.T, f func(context.Context) error) {
 	})
 }
 
-func newLab(t *testing.T) *lab {
+func newLab(t *testing.T, prepare ...func(*lab)) *lab {
 	t.Helper()
 	l := &lab{machine: newMachine(t), gateway: agenttest.Start(t)}
+	for _, f := range prepare {
+		f(l)
+	}
 	l.raw, l.stored = newImage(t)
 	l.served = l.stored
 	log := slog.New(slog.DiscardHandler)

@@ -213,6 +213,9 @@ func (s *site) applyRules(r firewall.Rules) error {
 // serveLAN runs what one LAN is served with until ctx ends or stop is called.
 func (s *site) serveLAN(ctx context.Context, l lan, index int) *serving {
 	services := map[string]func(context.Context) error{"passthrough " + l.name: s.passthrough(l)}
+	if s.media != nil {
+		services["media "+l.name] = s.serveMedia(l)
+	}
 	if l.DHCP == "authoritative" {
 		services["netboot "+l.name] = s.netboot(l)
 	}

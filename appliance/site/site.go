@@ -27,6 +27,7 @@ import (
 	"github.com/better-compute/site-appliance/appliance/site/config"
 	"github.com/better-compute/site-appliance/appliance/site/firewall"
 	"github.com/better-compute/site-appliance/appliance/site/ident"
+	"github.com/better-compute/site-appliance/appliance/site/mediaserver"
 	"github.com/better-compute/site-appliance/appliance/site/passthrough"
 	"github.com/better-compute/site-appliance/bmc/addressbook"
 	"github.com/better-compute/site-appliance/bmc/relay"
@@ -67,7 +68,9 @@ type site struct {
 	agent   *agent.Agent
 	assign  *assign.Store
 	cache   *artifact.Cache
-	rules   string // the firewall's, as they are in force
+	media   *mediaserver.Server // nil: BMCs are served none
+	mediaCA map[string]string   // what the event says of its CA
+	rules   string              // the firewall's, as they are in force
 }
 
 // Run serves the site until ctx ends. It fails only on a configuration that
@@ -122,17 +125,27 @@ func Run(ctx context.Context, c Config) error {
 	}
 	defer plugins.Close()
 
-	driverKind := invoke.New(invoke.Options{Host: plugins, Book: book, Log: c.Log.With("part", "invoke")})
-	r := relay.New(relay.Options{Book: book, Plugins: invoker{plugins}, Log: c.Log.With("part", "relay")})
+	driverKind := invoke.New(invoke.Options{Host: plugins, Book: book, Protected: s.assign.Protected, Log: c.Log.With("part", "invoke")})
+	s.openMedia(cfg)
+	if s.media != nil {
+		defer s.media.Close()
+	}
+	own, desk, logOut, err := s.builtIn(cfg)
+	if err != nil {
+		return err
+	}
+	defer logOut()
+	r := relay.New(relay.Options{Book: book, BuiltIn: own, Plugins: invoker{plugins}, Media: s.forBMCs(), Log: c.Log.With("part", "relay")})
 	join, err := joinString(cfg)
 	if err != nil {
 		// An enrolled box needs none, and one that is not says so again.
 		c.Log.Error("the join string is no good: the box goes on without", "err", err)
 	}
+	kinds := append(BMCKinds(r), s.lineKinds(cfg, r, plugins, book)...)
 	s.agent, err = agent.New(agent.Config{
 		Role: agentv1.Role_ROLE_SITE, StateDir: agentState, Identity: identityCopy(c.IdentityDevice),
 		Join: join, Version: c.Version, Build: c.Build, Lanes: cfg.Lanes,
-		Drivers: hosting.Advertised(plugins), Kinds: append(bmcKinds(r), assignKind(s.assign), driverKind), Log: c.Log.With("part", "agent"),
+		Drivers: hosting.Advertised(plugins), Kinds: append(kinds, assignKind(s.assign), driverKind, confirmKind(desk)), Log: c.Log.With("part", "agent"),
 	})
 	if err != nil {
 		return err
@@ -144,7 +157,7 @@ func Run(ctx context.Context, c Config) error {
 		return err
 	}
 	return supervise(ctx, c.Log, map[string]func(context.Context) error{
-		"agent": s.agent.Run, "problems": s.reportProblems, "space": s.watchSpace,
+		"agent": s.agent.Run, "media ca": s.tellCA, "problems": s.reportProblems, "space": s.watchSpace,
 		"ports": func(ctx context.Context) error { return s.watchPorts(ctx, cfg) },
 	})
 }
@@ -173,7 +186,7 @@ func rules(cfg *config.Site, now ports) firewall.Rules {
 	}
 	for _, l := range now.list() {
 		boot := l.DHCP == "authoritative"
-		r.LANs = append(r.LANs, firewall.LANRule{Interface: l.name, DHCP: boot, TFTP: boot, HTTP: boot, Passthrough: true})
+		r.LANs = append(r.LANs, firewall.LANRule{Interface: l.name, DHCP: boot, TFTP: boot, HTTP: boot, Passthrough: true, Media: true})
 	}
 	return r
 }
@@ -248,6 +261,14 @@ func (s *site) netboot(l lan) func(context.Context) error {
 			Event: s.emit, Now: s.agent.Clock().Now, Log: s.Log.With("part", "netboot", "lan", l.name),
 		})
 	}
+}
+
+// now is the box's trusted time, and the system's until there is one.
+func (s *site) now() time.Time {
+	if s.agent == nil {
+		return time.Now()
+	}
+	return s.agent.Clock().Now()
 }
 
 func (s *site) emit(name, class, key string, body any) {

@@ -7,7 +7,6 @@ import (
 	"net/netip"
 	"path/filepath"
 	"reflect"
-	"strings"
 	"sync/atomic"
 	"testing"
 	"testing/synctest"
@@ -18,7 +17,6 @@ import (
 	"github.com/better-compute/site-appliance/appliance/agent/dispatch"
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
-	"github.com/better-compute/site-appliance/appliance/base/secret"
 	"github.com/better-compute/site-appliance/appliance/site/config"
 	"github.com/better-compute/site-appliance/appliance/site/firewall"
 	"github.com/better-compute/site-appliance/bmc/addressbook"
@@ -44,7 +42,7 @@ func TestBMCKinds(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	kinds := bmcKinds(relay.New(relay.Options{Book: book}))
+	kinds := BMCKinds(relay.New(relay.Options{Book: book}))
 	op := func(operation, args string) []byte {
 		out, _ := proto.Marshal(&bmcv1.BmcOperationRequest{
 			Driver: "ipmi", Address: "10.0.0.5", CredentialsRef: "secret://default/bmc", Operation: operation, ArgsJson: args,
@@ -63,6 +61,11 @@ func TestBMCKinds(t *testing.T) {
 		{"bmc.power", "power.getPower", "", errs.OperationNotAllowed, false, false},
 		{"bmc.boot", "management.setBootDevice", `[{"device":"pxe"}]`, "", false, true},
 		{"bmc.media", "virtual-media.eject", "", "", false, true},
+		{"bmc.bios", "bios.resetSettings", "", "", true, false},
+		{"bmc.raid", "raid.applyLayout", `[{"volumes":[]}]`, "", true, false},
+		{"bmc.rotate", "credentials.rotate", `[{"newPassword":"secret://default/next"}]`, "", true, false},
+		{"bmc.rotate", "credentials.rotate", `[{"newPassword":"literal"}]`, errs.InvalidPayload, false, false},
+		{"bmc.firmware", "firmware.update", `[{}]`, "", true, false},
 	} {
 		got, err := kindNamed(t, kinds, tt.kind).Decode(op(tt.operation, tt.args))
 		if errs.CodeOf(err) != tt.code {
@@ -112,17 +115,6 @@ func TestRecover(t *testing.T) {
 	}
 }
 
-func TestCredential(t *testing.T) {
-	got, err := credential("secret://default/bmc", secret.New([]byte(`{"username":"ADMIN","password":"p w"}`)))
-	if err != nil || string(got["username"].Reveal()) != "ADMIN" || string(got["password"].Reveal()) != "p w" {
-		t.Errorf("credential = %v, %v", got, err)
-	}
-	_, err = credential("secret://default/bmc", secret.New([]byte("hunter2")))
-	if errs.CodeOf(err) != errs.CredentialsUnavailable || strings.Contains(err.Error(), "hunter2") {
-		t.Errorf("a bare password: %v, want credentials-unavailable without the secret in it", err)
-	}
-}
-
 func TestRules(t *testing.T) {
 	cfg := &config.Site{LAN: []config.LAN{
 		{Address: netip.MustParsePrefix("10.0.0.1/24"), DHCP: "authoritative"},
@@ -137,10 +129,10 @@ func TestRules(t *testing.T) {
 	if got.Uplink != "up0" || len(got.LANs) != 2 {
 		t.Fatalf("rules = %+v", got)
 	}
-	if l := got.LANs[0]; !l.DHCP || !l.TFTP || !l.HTTP || !l.Passthrough {
+	if l := got.LANs[0]; !l.DHCP || !l.TFTP || !l.HTTP || !l.Passthrough || !l.Media {
 		t.Errorf("a LAN that boots machines = %+v, want all services open", l)
 	}
-	if l := got.LANs[1]; l.DHCP || l.TFTP || l.HTTP {
+	if l := got.LANs[1]; l.DHCP || l.TFTP || l.HTTP || !l.Media {
 		t.Errorf("a LAN without DHCP = %+v, want no boot service open", l)
 	}
 }

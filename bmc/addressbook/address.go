@@ -9,6 +9,8 @@ import (
 	"strings"
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
+	"github.com/better-compute/site-appliance/bmc/manual"
+	"github.com/better-compute/site-appliance/bmc/wol"
 )
 
 // maxAddress bounds an address before anything looks at it: a host name's 253
@@ -23,11 +25,28 @@ var (
 	numeric = regexp.MustCompile(`^([0-9]+|0x[0-9a-f]*)$`)
 )
 
+// byHand stands before the name of a machine that people switch, which no host
+// and port can be taken for.
+const byHand = manual.ID + "/"
+
 // Normalise turns a BMC's address (host or IP address, with an optional scheme
 // and port) into host:port in lower case. Without a port it is 623 for driver
-// ipmi, and otherwise the scheme's (443 without one). Errors have code
-// invalid-address.
+// ipmi, and otherwise the scheme's (443 without one). A machine without a BMC is
+// known by its MAC under driver wol, and by its name, with manual/ before it, under
+// driver manual. Errors have code invalid-address.
 func Normalise(address, driver string) (string, error) {
+	switch driver {
+	case wol.ID:
+		plain, err := wol.Normalise(address)
+		mac, _, _ := strings.Cut(plain, "@") // the way to it is not its name
+		return mac, err
+	case manual.ID:
+		name, err := manual.Normalise(strings.TrimPrefix(address, byHand))
+		if err != nil {
+			return "", err
+		}
+		return byHand + name, nil
+	}
 	if len(address) > maxAddress {
 		return "", errs.New(errs.InvalidAddress, "the address has %d bytes, more than %d", len(address), maxAddress)
 	}
@@ -42,12 +61,21 @@ func Normalise(address, driver string) (string, error) {
 	return net.JoinHostPort(host, port), nil
 }
 
+// kin is the driver by which the book knows a BMC: the console of an IPMI BMC is
+// at the same address, and has the same credential, as the rest of it.
+func kin(driver string) string {
+	if driver == "ipmi-sol" {
+		return "ipmi"
+	}
+	return driver
+}
+
 // tells reports whether Normalise knows the port of an address that it took: the
 // address says it, or the driver's own is known. Any other driver may have one of
 // its own, whatever the scheme.
 func tells(address, driver string) bool {
 	_, port, err := split(address[len(scheme.FindString(address)):])
-	return err == nil && port != "" || driver == "ipmi" || driver == "redfish"
+	return err == nil && port != "" || kin(driver) == "ipmi" || driver == "redfish" || driver == wol.ID || driver == manual.ID
 }
 
 // web is what stands before the host of a web address as browsers read it, who do
@@ -109,7 +137,7 @@ func oldIPv4(s string) (ip string, ok bool) {
 
 func defaultPort(driver, scheme string) string {
 	switch {
-	case driver == "ipmi":
+	case kin(driver) == "ipmi":
 		return "623"
 	case scheme == "http://":
 		return "80"

@@ -1,5 +1,5 @@
-// Package addressbook remembers which credential, pin and driver belong to
-// each BMC address, so that no address is ever sent another's credential.
+// Package addressbook remembers which credential, pin, driver and protection
+// belong to each BMC address, so that no address is ever sent another's credential.
 package addressbook
 
 import (
@@ -24,8 +24,13 @@ import (
 // maxBindings bounds the book: more BMCs than a site has.
 const maxBindings = 8192
 
-// format is the version of the file.
-const format = 1
+// The versions of the file. The first knows no protection; it is still what is
+// written where nothing is protected, so that the program before reads it after
+// a box fell back to it.
+const (
+	plainFormat     = 1
+	protectedFormat = 2
+)
 
 var errDamaged = errors.New("the file is damaged")
 
@@ -34,6 +39,7 @@ type binding struct {
 	Driver         string `json:"driver"`
 	CredentialsRef string `json:"credentials_ref"`
 	Pin            string `json:"tls_spki_sha256,omitempty"`
+	Protected      bool   `json:"protected,omitempty"`
 }
 
 type file struct {
@@ -102,8 +108,8 @@ func (b *Book) parse(data []byte) error {
 	if err := dec.Decode(&f); err != nil {
 		return err
 	}
-	if f.Version != format {
-		return fmt.Errorf("version %d, want %d", f.Version, format)
+	if f.Version < plainFormat || f.Version > protectedFormat {
+		return fmt.Errorf("version %d, want %d to %d", f.Version, plainFormat, protectedFormat)
 	}
 	if len(f.Bindings) > maxBindings {
 		return fmt.Errorf("%d bindings, more than %d", len(f.Bindings), maxBindings)
@@ -189,6 +195,8 @@ func (b *Book) Bind(addr, pin, credRef, driver string) (learned bool, err error)
 	case len(b.bindings) >= maxBindings:
 		return false, errs.New(errs.NoSpace, "the address book holds %d BMCs already", maxBindings)
 	}
+	// A first use of another port must be no way round the protection.
+	want.Protected = b.protectedHost(want.Address)
 	b.keep(want)
 	if err := b.save(); err != nil {
 		b.drop(want.Address)
@@ -212,6 +220,91 @@ func (b *Book) find(want binding, told bool) (known bool, err error) {
 		}
 	}
 	return false, nil
+}
+
+// Rebind ties the address to these from now on, whatever it was tied to before,
+// and is on disk when it returns. An address that nobody knew yet is learned.
+// Where the driver's own port is unknown and the address tells none, another BMC of
+// the host keeps its credential, as in Bind. Protection reaches what is known by then
+// of the ports on which every BMC speaks: of its host those are the same BMC's. It is
+// taken away by name.
+func (b *Book) Rebind(addr, pin, credRef, driver string, protected bool) error {
+	want, err := bindingOf(addr, pin, credRef, driver)
+	if err != nil {
+		return err
+	}
+	want.Protected = protected
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	have, known := b.bindings[want.Address]
+	if !known {
+		if _, err := b.find(want, tells(addr, driver)); err != nil {
+			return err
+		}
+		if len(b.bindings) >= maxBindings {
+			return errs.New(errs.NoSpace, "the address book holds %d BMCs already", maxBindings)
+		}
+	}
+	var others []binding // as they were
+	if host := hostOf(want.Address); protected && host != "" {
+		for _, e := range b.at(host, "") {
+			if e.Address != want.Address && !e.Protected && usualPort(e.Address) {
+				others = append(others, e)
+				e.Protected = true
+				b.bindings[e.Address] = e
+			}
+		}
+	}
+	b.drop(want.Address)
+	b.keep(want)
+	if err := b.save(); err != nil {
+		b.drop(want.Address)
+		if known {
+			b.keep(have)
+		}
+		for _, e := range others {
+			b.bindings[e.Address] = e
+		}
+		return err
+	}
+	// What was said in so many words is not a first use that could be taken back.
+	b.shared[want.Address] = true
+	return nil
+}
+
+// usualPort reports whether an address has one of the ports that Normalise gives to
+// those without: forwarded BMCs, of which one host has many, are at others.
+func usualPort(plain string) bool {
+	_, port, err := split(plain)
+	return err == nil && (port == "443" || port == "80" || port == "623")
+}
+
+// Protected reports whether the BMC at addr, an address in its plain form, is
+// one whose destruction always needs people's grants. An address that nobody knows
+// yet is what the others of its host are: it may be another port of the same BMC.
+// A host name may be another name of any, so where one is protected every name is.
+func (b *Book) Protected(addr string) bool {
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	if IsName(addr) {
+		for _, e := range b.bindings {
+			if e.Protected && hostOf(e.Address) != "" {
+				return true
+			}
+		}
+		return false
+	}
+	if have, known := b.bindings[addr]; known {
+		return have.Protected
+	}
+	return b.protectedHost(addr)
+}
+
+// protectedHost reports whether any BMC at the host of addr is protected; the
+// caller holds mu.
+func (b *Book) protectedHost(addr string) bool {
+	host := hostOf(addr)
+	return host != "" && slices.ContainsFunc(b.at(host, ""), func(e binding) bool { return e.Protected })
 }
 
 // Forget takes back a binding whose first use never reached the BMC, unless
@@ -241,7 +334,7 @@ func (b *Book) Forget(addr, driver string) error {
 func NothingSent(code errs.Code) bool {
 	switch code {
 	case errs.UnsupportedDriver, errs.UnsupportedOperation, errs.InvalidConfig, errs.InvalidArgs, errs.InvalidAddress,
-		errs.InvalidPayload, errs.PinUnsupported, errs.PinMismatch, errs.CredentialsUnavailable, errs.Unavailable:
+		errs.InvalidPayload, errs.PinUnsupported, errs.PinMismatch, errs.TLSUnsupported, errs.CredentialsUnavailable, errs.Unavailable:
 		return true
 	}
 	return false
@@ -317,7 +410,7 @@ func bindingOf(addr, pin, credRef, driver string) (binding, error) {
 	if err != nil {
 		return binding{}, err
 	}
-	return binding{Address: address, Driver: driver, CredentialsRef: credRef, Pin: strings.ToLower(pin)}, nil
+	return binding{Address: address, Driver: kin(driver), CredentialsRef: credRef, Pin: strings.ToLower(pin)}, nil
 }
 
 func (have binding) compare(want binding) error {
@@ -340,9 +433,12 @@ func (b *Book) save() error {
 	if b.path == "" {
 		return nil
 	}
-	f := file{Version: format, Bindings: make([]binding, 0, len(b.bindings))}
+	f := file{Version: plainFormat, Bindings: make([]binding, 0, len(b.bindings))}
 	for _, e := range b.bindings {
 		f.Bindings = append(f.Bindings, e)
+		if e.Protected {
+			f.Version = protectedFormat
+		}
 	}
 	sort.Slice(f.Bindings, func(i, j int) bool { return f.Bindings[i].Address < f.Bindings[j].Address })
 	data, err := json.MarshalIndent(f, "", "  ")

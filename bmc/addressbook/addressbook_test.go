@@ -24,6 +24,12 @@ func TestNormalise(t *testing.T) {
 		{"[2001:db8::1]:8443", "redfish", "[2001:db8::1]:8443"},
 		{"::ffff:10.0.0.5", "ipmi", "10.0.0.5:623"},
 		{"bmc_1", "ipmi", "bmc_1:623"},
+		{"52-54-00-AB-CD-EF@lan0", "wol", "52:54:00:ab:cd:ef"},
+		{"52:54:00:ab:cd:ef", "wol", "52:54:00:ab:cd:ef"},
+		{"10.0.0.5", "wol", ""},
+		{"Rack-3", "manual", "manual/rack-3"},
+		{"manual/rack-3", "manual", "manual/rack-3"},
+		{"rack 3", "manual", ""},
 
 		{"", "ipmi", ""},
 		{"10.0.0.5:", "ipmi", ""},
@@ -158,7 +164,7 @@ func TestOpenDamaged(t *testing.T) {
 	for name, data := range map[string]string{
 		"empty":       "",
 		"torn":        `{"version":1,"bind`,
-		"newer":       `{"version":2,"bindings":[]}`,
+		"newer":       `{"version":3,"bindings":[]}`,
 		"unknown key": `{"version":1,"bindings":[],"more":1}`,
 		"not plain":   `{"version":1,"bindings":[{"address":"10.0.0.5","driver":"ipmi","credentials_ref":"secret://r/a"}]}`,
 		"twice": `{"version":1,"bindings":[{"address":"10.0.0.5:623","driver":"ipmi","credentials_ref":"secret://r/a"},
@@ -308,5 +314,128 @@ func TestForgetKeepsWhatAnotherUseReliedOn(t *testing.T) {
 	}
 	if err := b.Check("10.0.0.5", "", "secret://root/b", "ipmi"); errs.CodeOf(err) != errs.BindingMismatch {
 		t.Errorf("Check() of another credential = %v, want binding-mismatch", err)
+	}
+}
+
+// TestRebind: what a signed rebind says holds from then on, over a restart too,
+// and the protection with it.
+func TestRebind(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "bmcs.json")
+	b := open(t, path)
+	const own, other = "secret://root/a", "secret://root/b"
+	if _, err := b.Bind("10.0.0.5", "aa", own, "redfish"); err != nil {
+		t.Fatal(err)
+	}
+	if b.Protected("10.0.0.5:443") {
+		t.Error("Protected() = true for what was only learned")
+	}
+	if err := b.Rebind("https://10.0.0.5:443", "BB", other, "acme", true); err != nil {
+		t.Fatal(err)
+	}
+	if err := b.Rebind("10.0.0.6", "", other, "ipmi", false); err != nil {
+		t.Fatal(err)
+	}
+	for name, b := range map[string]*Book{"at once": b, "reopened": open(t, path)} {
+		if err := b.Check("10.0.0.5:443", "aa", own, "redfish"); errs.CodeOf(err) != errs.BindingMismatch {
+			t.Errorf("%s: Check(what was) = %v, want binding-mismatch", name, err)
+		}
+		if err := b.Check("10.0.0.5:443", "bb", other, "acme"); err != nil {
+			t.Errorf("%s: Check(what is) = %v", name, err)
+		}
+		if !b.Protected("10.0.0.5:443") || b.Protected("10.0.0.6:623") || b.Protected("10.0.0.7:443") {
+			t.Errorf("%s: Protected() is not as it was said", name)
+		}
+		if got, want := b.Addresses(), []string{"10.0.0.5:443", "10.0.0.6:623"}; !reflect.DeepEqual(got, want) {
+			t.Errorf("%s: Addresses() = %q, want %q", name, got, want)
+		}
+	}
+	// A first use in flight does not take back what was said since.
+	if err := b.Forget("10.0.0.6", "ipmi"); err != nil || !b.Has("10.0.0.6:623") {
+		t.Errorf("Forget() = %v, and the book has it: %v", err, b.Has("10.0.0.6:623"))
+	}
+	if err := b.Rebind("10.0.0.5/x", "", own, "acme", false); errs.CodeOf(err) != errs.InvalidAddress {
+		t.Errorf("Rebind(no address) = %v, want invalid-address", err)
+	}
+	// Where the port is not told, another BMC's credential stays its own.
+	if err := b.Rebind("10.0.0.6", "", own, "acme", false); errs.CodeOf(err) != errs.BindingMismatch {
+		t.Errorf("Rebind(a driver whose port nobody knows) = %v, want binding-mismatch", err)
+	}
+	// What cannot be kept changes nothing.
+	gone := open(t, filepath.Join(t.TempDir(), "missing", "bmcs.json"))
+	if err := gone.Rebind("10.0.0.5", "", own, "ipmi", true); err == nil || gone.Has("10.0.0.5") {
+		t.Errorf("Rebind() into a missing folder = %v, want an error and nothing kept", err)
+	}
+}
+
+// TestOldFormat: a file of the version before is read, and written anew with
+// what it did not know.
+func TestOldFormat(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "bmcs.json")
+	old := `{"version":1,"bindings":[{"address":"10.0.0.5:623","driver":"ipmi","credentials_ref":"secret://r/a"}]}`
+	if err := os.WriteFile(path, []byte(old), 0o600); err != nil {
+		t.Fatal(err)
+	}
+	b := open(t, path)
+	if err := b.Check("10.0.0.5", "", "secret://r/a", "ipmi"); err != nil || b.Protected("10.0.0.5:623") {
+		t.Errorf("Check() = %v, Protected() = %v, want the old binding, not protected", err, b.Protected("10.0.0.5:623"))
+	}
+	if err := b.Rebind("10.0.0.5", "", "secret://r/a", "ipmi", true); err != nil {
+		t.Fatal(err)
+	}
+	if data, err := os.ReadFile(path); err != nil || !strings.Contains(string(data), `"version": 2`) || !open(t, path).Protected("10.0.0.5:623") {
+		t.Errorf("the file is %s, %v, want version 2 and protected", data, err)
+	}
+	if err := b.Rebind("10.0.0.5", "", "secret://r/a", "ipmi", false); err != nil {
+		t.Fatal(err)
+	}
+	if data, err := os.ReadFile(path); err != nil || !strings.Contains(string(data), `"version": 1`) {
+		t.Errorf("the file is %s, %v, want version 1: the program before must read it", data, err)
+	}
+}
+
+// TestMachinesWithoutBMC: they stand in the book, for their protection, and are
+// no host that anything else could be kept from.
+func TestMachinesWithoutBMC(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "bmcs.json")
+	b := open(t, path)
+	if err := b.Rebind("Rack-3", "", "", "manual", true); err != nil {
+		t.Fatal(err)
+	}
+	if learned, err := b.Bind("52:54:00:AB:CD:EF@lan0", "", "", "wol"); err != nil || !learned {
+		t.Fatalf("Bind(wol) = %v, %v, want learned", learned, err)
+	}
+	b = open(t, path)
+	if !b.Protected("manual/rack-3") || b.Protected("52:54:00:ab:cd:ef") {
+		t.Error("Protected() is not as it was said")
+	}
+	for _, text := range []string{"rack-3", "http://rack-3/", "52:54:00:ab:cd:ef", ""} {
+		if b.Has(text) {
+			t.Errorf("Has(%q) = true: it names no BMC", text)
+		}
+		if err := b.Guard(text, "", "secret://t/own"); err != nil {
+			t.Errorf("Guard(%q) = %v", text, err)
+		}
+	}
+}
+
+// TestConsoleIsKinOfIPMI: the console of an IPMI BMC is no second BMC, and has no
+// other credential.
+func TestConsoleIsKinOfIPMI(t *testing.T) {
+	b := open(t, "")
+	const own, other = "secret://root/a", "secret://root/b"
+	if _, err := b.Bind("10.0.0.5", "", own, "ipmi"); err != nil {
+		t.Fatal(err)
+	}
+	if learned, err := b.Bind("10.0.0.5", "", own, "ipmi-sol"); err != nil || learned {
+		t.Errorf("Bind() of the console = %v, %v, want a known BMC", learned, err)
+	}
+	if _, err := b.Bind("10.0.0.5:623", "", other, "ipmi-sol"); errs.CodeOf(err) != errs.BindingMismatch {
+		t.Errorf("Bind() of the console with another credential = %v, want binding-mismatch", err)
+	}
+	if learned, err := b.Bind("10.0.0.6", "", own, "ipmi-sol"); err != nil || !learned {
+		t.Errorf("Bind() of a console first = %v, %v, want learned", learned, err)
+	}
+	if err := b.Check("10.0.0.6:623", "", own, "ipmi"); err != nil {
+		t.Errorf("Check() of its BMC = %v", err)
 	}
 }

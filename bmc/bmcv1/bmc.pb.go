@@ -165,6 +165,213 @@ func (x *BmcOperationResult) GetResultJson() string {
 	return ""
 }
 
+// BmcBindRequest is the argument of bmc.bind: from now on these belong to the
+// address, whatever the box learned before.
+type BmcBindRequest struct {
+	state          protoimpl.MessageState `protogen:"open.v1"`
+	Driver         string                 `protobuf:"bytes,1,opt,name=driver,proto3" json:"driver,omitempty"`
+	Address        string                 `protobuf:"bytes,2,opt,name=address,proto3" json:"address,omitempty"`
+	CredentialsRef string                 `protobuf:"bytes,3,opt,name=credentials_ref,json=credentialsRef,proto3" json:"credentials_ref,omitempty"`
+	TlsSpkiSha256  string                 `protobuf:"bytes,4,opt,name=tls_spki_sha256,json=tlsSpkiSha256,proto3" json:"tls_spki_sha256,omitempty"`
+	// Whether what is destructive always needs people's grants here.
+	Protected     bool `protobuf:"varint,5,opt,name=protected,proto3" json:"protected,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *BmcBindRequest) Reset() {
+	*x = BmcBindRequest{}
+	mi := &file_bmc_bmcv1_bmc_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *BmcBindRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*BmcBindRequest) ProtoMessage() {}
+
+func (x *BmcBindRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_bmc_bmcv1_bmc_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use BmcBindRequest.ProtoReflect.Descriptor instead.
+func (*BmcBindRequest) Descriptor() ([]byte, []int) {
+	return file_bmc_bmcv1_bmc_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *BmcBindRequest) GetDriver() string {
+	if x != nil {
+		return x.Driver
+	}
+	return ""
+}
+
+func (x *BmcBindRequest) GetAddress() string {
+	if x != nil {
+		return x.Address
+	}
+	return ""
+}
+
+func (x *BmcBindRequest) GetCredentialsRef() string {
+	if x != nil {
+		return x.CredentialsRef
+	}
+	return ""
+}
+
+func (x *BmcBindRequest) GetTlsSpkiSha256() string {
+	if x != nil {
+		return x.TlsSpkiSha256
+	}
+	return ""
+}
+
+func (x *BmcBindRequest) GetProtected() bool {
+	if x != nil {
+		return x.Protected
+	}
+	return false
+}
+
+type BmcBindResult struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *BmcBindResult) Reset() {
+	*x = BmcBindResult{}
+	mi := &file_bmc_bmcv1_bmc_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *BmcBindResult) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*BmcBindResult) ProtoMessage() {}
+
+func (x *BmcBindResult) ProtoReflect() protoreflect.Message {
+	mi := &file_bmc_bmcv1_bmc_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use BmcBindResult.ProtoReflect.Descriptor instead.
+func (*BmcBindResult) Descriptor() ([]byte, []int) {
+	return file_bmc_bmcv1_bmc_proto_rawDescGZIP(), []int{3}
+}
+
+// BmcConfirmRequest is the argument of bmc.confirm: a person has set the power
+// of a machine that no BMC drives.
+type BmcConfirmRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The machine's address under driver manual.
+	Address string `protobuf:"bytes,1,opt,name=address,proto3" json:"address,omitempty"`
+	// "on" or "off".
+	Power         string `protobuf:"bytes,2,opt,name=power,proto3" json:"power,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *BmcConfirmRequest) Reset() {
+	*x = BmcConfirmRequest{}
+	mi := &file_bmc_bmcv1_bmc_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *BmcConfirmRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*BmcConfirmRequest) ProtoMessage() {}
+
+func (x *BmcConfirmRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_bmc_bmcv1_bmc_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use BmcConfirmRequest.ProtoReflect.Descriptor instead.
+func (*BmcConfirmRequest) Descriptor() ([]byte, []int) {
+	return file_bmc_bmcv1_bmc_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *BmcConfirmRequest) GetAddress() string {
+	if x != nil {
+		return x.Address
+	}
+	return ""
+}
+
+func (x *BmcConfirmRequest) GetPower() string {
+	if x != nil {
+		return x.Power
+	}
+	return ""
+}
+
+type BmcConfirmResult struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *BmcConfirmResult) Reset() {
+	*x = BmcConfirmResult{}
+	mi := &file_bmc_bmcv1_bmc_proto_msgTypes[5]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *BmcConfirmResult) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*BmcConfirmResult) ProtoMessage() {}
+
+func (x *BmcConfirmResult) ProtoReflect() protoreflect.Message {
+	mi := &file_bmc_bmcv1_bmc_proto_msgTypes[5]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use BmcConfirmResult.ProtoReflect.Descriptor instead.
+func (*BmcConfirmResult) Descriptor() ([]byte, []int) {
+	return file_bmc_bmcv1_bmc_proto_rawDescGZIP(), []int{5}
+}
+
 var File_bmc_bmcv1_bmc_proto protoreflect.FileDescriptor
 
 const file_bmc_bmcv1_bmc_proto_rawDesc = "" +
@@ -180,7 +387,18 @@ const file_bmc_bmcv1_bmc_proto_rawDesc = "" +
 	"\x13driver_options_json\x18\a \x01(\tR\x11driverOptionsJson\"5\n" +
 	"\x12BmcOperationResult\x12\x1f\n" +
 	"\vresult_json\x18\x01 \x01(\tR\n" +
-	"resultJsonB:Z8github.com/better-compute/site-appliance/bmc/bmcv1;bmcv1b\x06proto3"
+	"resultJson\"\xb1\x01\n" +
+	"\x0eBmcBindRequest\x12\x16\n" +
+	"\x06driver\x18\x01 \x01(\tR\x06driver\x12\x18\n" +
+	"\aaddress\x18\x02 \x01(\tR\aaddress\x12'\n" +
+	"\x0fcredentials_ref\x18\x03 \x01(\tR\x0ecredentialsRef\x12&\n" +
+	"\x0ftls_spki_sha256\x18\x04 \x01(\tR\rtlsSpkiSha256\x12\x1c\n" +
+	"\tprotected\x18\x05 \x01(\bR\tprotected\"\x0f\n" +
+	"\rBmcBindResult\"C\n" +
+	"\x11BmcConfirmRequest\x12\x18\n" +
+	"\aaddress\x18\x01 \x01(\tR\aaddress\x12\x14\n" +
+	"\x05power\x18\x02 \x01(\tR\x05power\"\x12\n" +
+	"\x10BmcConfirmResultB:Z8github.com/better-compute/site-appliance/bmc/bmcv1;bmcv1b\x06proto3"
 
 var (
 	file_bmc_bmcv1_bmc_proto_rawDescOnce sync.Once
@@ -194,10 +412,14 @@ func file_bmc_bmcv1_bmc_proto_rawDescGZIP() []byte {
 	return file_bmc_bmcv1_bmc_proto_rawDescData
 }
 
-var file_bmc_bmcv1_bmc_proto_msgTypes = make([]protoimpl.MessageInfo, 2)
+var file_bmc_bmcv1_bmc_proto_msgTypes = make([]protoimpl.MessageInfo, 6)
 var file_bmc_bmcv1_bmc_proto_goTypes = []any{
 	(*BmcOperationRequest)(nil), // 0: bettercompute.bmc.v1.BmcOperationRequest
 	(*BmcOperationResult)(nil),  // 1: bettercompute.bmc.v1.BmcOperationResult
+	(*BmcBindRequest)(nil),      // 2: bettercompute.bmc.v1.BmcBindRequest
+	(*BmcBindResult)(nil),       // 3: bettercompute.bmc.v1.BmcBindResult
+	(*BmcConfirmRequest)(nil),   // 4: bettercompute.bmc.v1.BmcConfirmRequest
+	(*BmcConfirmResult)(nil),    // 5: bettercompute.bmc.v1.BmcConfirmResult
 }
 var file_bmc_bmcv1_bmc_proto_depIdxs = []int32{
 	0, // [0:0] is the sub-list for method output_type
@@ -218,7 +440,7 @@ func file_bmc_bmcv1_bmc_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_bmc_bmcv1_bmc_proto_rawDesc), len(file_bmc_bmcv1_bmc_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   2,
+			NumMessages:   6,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -13,13 +13,40 @@ import (
 // of the wrong type, common on BMCs, counts as absent and spoils nothing else.
 type object map[string]json.RawMessage
 
+// maxDepth is how deep JSON may nest; real answers stay under twenty.
+const maxDepth = 64
+
 func parseObject(data []byte) (object, error) {
 	data = bytes.TrimPrefix(bytes.TrimSpace(data), []byte("\xef\xbb\xbf"))
+	if tooDeep(data) {
+		return nil, errs.New(errs.BmcError, "the BMC's answer nests deeper than %d levels", maxDepth)
+	}
 	var o object
 	if err := json.Unmarshal(data, &o); err != nil || o == nil {
 		return nil, errs.New(errs.BmcError, "the BMC's answer is not a JSON object")
 	}
 	return o, nil
+}
+
+// tooDeep counts brackets outside of strings, before anything is built of them.
+func tooDeep(data []byte) bool {
+	depth, quoted := 0, false
+	for i := 0; i < len(data); i++ {
+		switch c := data[i]; {
+		case quoted && c == '\\':
+			i++
+		case c == '"':
+			quoted = !quoted
+		case quoted:
+		case c == '{' || c == '[':
+			if depth++; depth > maxDepth {
+				return true
+			}
+		case c == '}' || c == ']':
+			depth--
+		}
+	}
+	return false
 }
 
 func (o object) text(key string) string {
@@ -53,6 +80,40 @@ func (o object) object(key string) object {
 	return inner
 }
 
+// objects are the objects of an array; what else it holds is left out.
+func (o object) objects(key string) []object {
+	var raw []json.RawMessage
+	if json.Unmarshal(o[key], &raw) != nil {
+		return nil
+	}
+	var out []object
+	for _, r := range raw {
+		var inner object
+		if json.Unmarshal(r, &inner) == nil && inner != nil {
+			out = append(out, inner)
+		}
+	}
+	return out
+}
+
+// boolean is a field's value, and whether it is one.
+func (o object) boolean(key string) (value, ok bool) {
+	var b *bool
+	if json.Unmarshal(o[key], &b) != nil || b == nil {
+		return false, false
+	}
+	return *b, true
+}
+
+// number is a field's value, and whether it is one.
+func (o object) number(key string) (value float64, ok bool) {
+	var n *float64
+	if json.Unmarshal(o[key], &n) != nil || n == nil {
+		return 0, false
+	}
+	return *n, true
+}
+
 // links are the @odata.id values of an array of references.
 func (o object) links(key string) []string {
 	var members []json.RawMessage
@@ -69,90 +130,15 @@ func (o object) links(key string) []string {
 	return out
 }
 
-// system is what we need of a ComputerSystem.
-type system struct {
-	path    string
-	etag    string
-	power   string   // as the BMC says it
-	kind    string   // SystemType; empty: not said
-	reset   string   // target of the reset action; empty: none
-	resets  []string // allowed reset types; nil: not said
-	boot    object
-	targets []string // allowed boot targets; nil: not said
-	enables []string // allowed values of BootSourceOverrideEnabled; nil: not said
-}
-
-func parseSystem(path string, data []byte) (*system, error) {
-	o, err := parseObject(data)
-	if err != nil {
-		return nil, err
-	}
-	s := &system{path: path, etag: o.text("@odata.etag"), power: o.text("PowerState"), kind: o.text("SystemType"), boot: o.object("Boot")}
-	action := o.object("Actions").object("#ComputerSystem.Reset")
-	if target := action.text("target"); target != "" {
-		if s.reset, err = resource(target); err != nil {
-			return nil, err
-		}
-	}
-	s.resets = action.texts("ResetType@Redfish.AllowableValues")
-	s.targets = s.boot.texts("BootSourceOverrideTarget@Redfish.AllowableValues")
-	s.enables = s.boot.texts("BootSourceOverrideEnabled@Redfish.AllowableValues")
-	return s, nil
-}
-
-// powerState is on, off or unknown.
-func (s *system) powerState() string {
-	switch strings.ToLower(s.power) {
-	case "on", "paused":
-		return "on"
-	case "off":
-		return "off"
-	}
-	return "unknown"
-}
-
-// bootTargets are our devices in Redfish's words, the standard one first.
-var bootTargets = map[string][]string{
-	"none":  {"None"},
-	"pxe":   {"Pxe"},
-	"disk":  {"Hdd"},
-	"cdrom": {"Cd", "CD/DVD"},
-	"bios":  {"BiosSetup"},
-}
-
-// otherDevice stands for a target that we have no word for.
-const otherDevice = "other"
-
-// bootDevice is the override in force.
-func (s *system) bootDevice() BootDevice {
-	enabled, target := s.boot.text("BootSourceOverrideEnabled"), s.boot.text("BootSourceOverrideTarget")
-	if enabled == "" || strings.EqualFold(enabled, "Disabled") || target == "" || strings.EqualFold(target, "None") {
-		return BootDevice{Device: "none"}
-	}
-	dev := BootDevice{
-		Device:     otherDevice,
-		Persistent: strings.EqualFold(enabled, "Continuous"),
-		EFI:        strings.EqualFold(s.boot.text("BootSourceOverrideMode"), "UEFI"),
-	}
-	for device, words := range bootTargets {
-		for _, word := range words {
-			if strings.EqualFold(word, target) {
-				dev.Device = device
-			}
-		}
-	}
-	return dev
-}
-
 // pick is the first of words that allowed holds, as the BMC spells it. A BMC
 // that does not say what it allows is taken at the standard's word.
-func pick(allowed []string, words ...string) (string, bool) {
+func pick[S ~string](allowed []string, words ...S) (string, bool) {
 	if allowed == nil {
-		return words[0], true
+		return string(words[0]), true
 	}
 	for _, word := range words {
 		for _, a := range allowed {
-			if strings.EqualFold(a, word) {
+			if strings.EqualFold(a, string(word)) {
 				return a, true
 			}
 		}
@@ -160,28 +146,11 @@ func pick(allowed []string, words ...string) (string, bool) {
 	return "", false
 }
 
-// reason is what an error answer says to a person.
-func reason(data []byte) string {
-	o, err := parseObject(data)
-	if err != nil {
-		return ""
-	}
-	inner := o.object("error")
-	var infos []object
-	if json.Unmarshal(inner["@Message.ExtendedInfo"], &infos) == nil {
-		for _, info := range infos {
-			if m := info.text("Message"); m != "" {
-				return printable(m)
-			}
-		}
-	}
-	return printable(inner.text("message"))
-}
-
 // maxReason is how much of a BMC's own words goes into an error.
 const maxReason = 200
 
-// printable makes a BMC's words safe to print and short.
+// printable makes a BMC's words safe to print and short. Nothing that it said goes
+// home without it: what stands in a serial number may end in a terminal.
 func printable(s string) string {
 	s = strings.Map(func(r rune) rune {
 		if !unicode.IsPrint(r) {

@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"encoding/hex"
 	"encoding/json"
-	"io"
 	"regexp"
 	"slices"
 	"strings"
@@ -12,37 +11,90 @@ import (
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/bmc/addressbook"
 	"github.com/better-compute/site-appliance/bmc/bmcv1"
+	"github.com/better-compute/site-appliance/bmc/manual"
+	"github.com/better-compute/site-appliance/bmc/wol"
 	"github.com/better-compute/site-appliance/plugins/driver"
+	"github.com/better-compute/site-appliance/plugins/metal"
 )
 
 // Operation is what the dispatcher must know before an operation runs.
 type Operation struct {
-	// Key is the queue: the BMC's host:port.
-	Key         string
+	// Key is the queue: the BMC's address in its plain form, host:port.
+	Key string
+	// Action is what setPower does, if it is one that is known.
+	Action string
+	// Destructive operations change what a machine or its BMC is or runs.
 	Destructive bool
-	RetrySafe   bool
+	// Counts says that people's grants are needed where many are asked for at
+	// once, Always that they are needed for a single one.
+	Counts, Always bool
+	RetrySafe      bool
+	// Artifacts are the hex SHA-256 of what the operation brings along.
+	Artifacts []string
 }
+
+// Kind is a command kind that carries operations to BMCs.
+type Kind struct {
+	Name, Lane string
+	// Operations are all that it may carry.
+	Operations []string
+	// RetrySafe says that all of them may run twice without harm.
+	RetrySafe bool
+	// counts says whether an operation with these arguments needs grants.
+	counts rule
+	// always says that it needs them for a single target too.
+	always bool
+}
+
+type rule func(operation string, args driver.Args) bool
+
+func no(string, driver.Args) bool  { return false }
+func yes(string, driver.Args) bool { return true }
+
+// The kinds that stand apart from the others.
+const (
+	Query   = "bmc.query"
+	Rotate  = "bmc.rotate"
+	Console = "bmc.console"
+	Bind    = "bmc.bind"
+)
 
 // kinds are the operations that each kind may carry; an operation that stands
-// in no list is not allowed.
-var kinds = map[string][]string{
-	"bmc.query": {
+// in no list is not allowed. What applyLayout deletes only the BMC knows: it
+// always needs grants.
+var kinds = []Kind{
+	{Name: Query, Lane: "query", RetrySafe: true, counts: no, Operations: []string{
 		"power.getPower", "management.getBootDevice", "management.getEventLog", "management.getSecureBoot",
 		"inspect.inspect", "firmware.list", "bios.getSettings", "raid.getLayout", "virtual-media.status",
-	},
-	"bmc.boot":  {"management.setBootDevice", "management.setSecureBoot"},
-	"bmc.power": {"power.setPower", "management.resetBmc"},
-	"bmc.media": {"virtual-media.insert", "virtual-media.eject"},
+	}},
+	{Name: "bmc.boot", Lane: "power", RetrySafe: true, counts: no, Operations: []string{"management.setBootDevice", "management.setSecureBoot"}},
+	{Name: "bmc.power", Lane: "power", counts: takesDown, Operations: []string{"power.setPower", "management.resetBmc"}},
+	{Name: "bmc.media", Lane: "provision", RetrySafe: true, counts: no, Operations: []string{"virtual-media.insert", "virtual-media.eject"}},
+	{Name: "bmc.bios", Lane: "provision", counts: yes, Operations: []string{"bios.applySettings", "bios.resetSettings"}},
+	{Name: "bmc.raid", Lane: "provision", counts: yes, always: true, Operations: []string{"raid.applyLayout"}},
+	{Name: Rotate, Lane: "provision", counts: yes, Operations: []string{rotation}},
+	{Name: "bmc.firmware", Lane: "transfer", counts: yes, always: true, Operations: []string{firmwareUpdate}},
+	{Name: Console, Lane: "proxy", counts: no, Operations: []string{"console.open"}},
 }
 
-// Kinds are the command kinds that the relay takes, sorted.
-func Kinds() []string {
-	names := make([]string, 0, len(kinds))
-	for kind := range kinds {
-		names = append(names, kind)
+// The operations whose arguments the relay reads.
+const (
+	setPower       = "power.setPower"
+	insertMedia    = "virtual-media.insert"
+	ejectMedia     = "virtual-media.eject"
+	firmwareUpdate = "firmware.update"
+	rotation       = "credentials.rotate"
+)
+
+// Kinds are the command kinds that the relay takes, bmc.bind apart.
+func Kinds() []Kind { return slices.Clone(kinds) }
+
+func kindNamed(name string) (Kind, bool) {
+	i := slices.IndexFunc(kinds, func(k Kind) bool { return k.Name == name })
+	if i < 0 {
+		return Kind{}, false
 	}
-	slices.Sort(names)
-	return names
+	return kinds[i], true
 }
 
 const (
@@ -52,48 +104,78 @@ const (
 
 var credentialRef = regexp.MustCompile(`^secret://[A-Za-z0-9._-]{1,64}/[A-Za-z0-9._/-]{1,128}$`)
 
+// withoutCredential are the drivers that log in nowhere.
+var withoutCredential = []string{wol.ID, manual.ID}
+
 // Check judges an operation without a look at the network or the disk. Codes:
 // unknown-kind, operation-not-allowed, invalid-payload, invalid-args,
 // invalid-config, invalid-address.
 func Check(kind string, op *bmcv1.BmcOperationRequest) (Operation, error) {
-	allowed, known := kinds[kind]
+	k, known := kindNamed(kind)
 	switch {
 	case !known:
 		return Operation{}, errs.New(errs.UnknownKind, "unknown kind %q", kind)
 	case op == nil:
 		return Operation{}, errs.New(errs.InvalidPayload, "there is no operation")
-	case !slices.Contains(allowed, op.GetOperation()):
+	case !slices.Contains(k.Operations, op.GetOperation()):
 		return Operation{}, errs.New(errs.OperationNotAllowed, "kind %s does not carry operation %q", kind, op.GetOperation())
-	case !driver.ValidID(op.GetDriver()):
-		return Operation{}, errs.New(errs.InvalidPayload, "driver %q is not a driver id", op.GetDriver())
-	case !credentialRef.MatchString(op.GetCredentialsRef()):
-		return Operation{}, errs.New(errs.InvalidPayload, "credentials_ref is not a secret:// reference")
 	}
-	key, err := addressbook.Normalise(op.GetAddress(), op.GetDriver())
+	key, err := checkTarget(op.GetDriver(), op.GetAddress(), op.GetCredentialsRef(), op.GetTlsSpkiSha256())
 	if err != nil {
 		return Operation{}, err
 	}
-	if err := checkConfig(op); err != nil {
+	if err := checkOptions(op); err != nil {
 		return Operation{}, err
 	}
-	args, err := positional(op.GetArgsJson())
+	args, err := arguments(op.GetArgsJson())
 	if err != nil {
 		return Operation{}, err
 	}
-	return Operation{
-		Key:         key,
-		Destructive: destructive(kind, op.GetOperation(), args),
-		RetrySafe:   kind != "bmc.power",
-	}, nil
+	o := Operation{Key: key, Counts: k.counts(op.GetOperation(), args), RetrySafe: k.RetrySafe}
+	o.Destructive, o.Always = o.Counts, o.Counts && k.always
+	switch op.GetOperation() {
+	case setPower:
+		o.Action = action(args)
+	case rotation:
+		_, _, err = takeNewPassword(op.GetCredentialsRef(), args)
+	case firmwareUpdate:
+		o.Artifacts = digests(args)
+	}
+	return o, err
 }
 
-// checkConfig judges pin and options. What they mean is the driver's matter.
-func checkConfig(op *bmcv1.BmcOperationRequest) error {
-	if pin := op.GetTlsSpkiSha256(); pin != "" {
-		if raw, err := hex.DecodeString(pin); err != nil || len(raw) != 32 {
-			return errs.New(errs.InvalidConfig, "tls_spki_sha256 is not a hex SHA-256")
-		}
+// CheckBind judges a rebinding as Check does an operation.
+func CheckBind(req *bmcv1.BmcBindRequest) (Operation, error) {
+	key, err := checkTarget(req.GetDriver(), req.GetAddress(), req.GetCredentialsRef(), req.GetTlsSpkiSha256())
+	if err != nil {
+		return Operation{}, err
 	}
+	if req.GetProtected() && addressbook.IsName(key) {
+		return Operation{}, errs.New(errs.InvalidAddress, "%s cannot be protected by a host name, which is not its only one: bind it by its IP address", key)
+	}
+	return Operation{Key: key, Destructive: true, Counts: true, Always: true, RetrySafe: true}, nil
+}
+
+// checkTarget judges who is meant, and by which credential and pin.
+func checkTarget(id, address, credentialsRef, pin string) (key string, err error) {
+	needless := credentialsRef == "" && slices.Contains(withoutCredential, id)
+	switch {
+	case !driver.ValidID(id):
+		return "", errs.New(errs.InvalidPayload, "driver %q is not a driver id", id)
+	case !needless && !credentialRef.MatchString(credentialsRef):
+		return "", errs.New(errs.InvalidPayload, "credentials_ref is not a secret:// reference")
+	}
+	if key, err = addressbook.Normalise(address, id); err != nil {
+		return "", err
+	}
+	if raw, err := hex.DecodeString(pin); pin != "" && (err != nil || len(raw) != 32) {
+		return "", errs.New(errs.InvalidConfig, "tls_spki_sha256 is not a hex SHA-256")
+	}
+	return key, nil
+}
+
+// checkOptions judges their form. What they mean is the driver's matter.
+func checkOptions(op *bmcv1.BmcOperationRequest) error {
 	options := op.GetDriverOptionsJson()
 	if options == "" {
 		return nil
@@ -108,54 +190,101 @@ func checkConfig(op *bmcv1.BmcOperationRequest) error {
 	return nil
 }
 
-// positional are the arguments: an array holds them, any other value is the
-// single one, and nothing is none.
-func positional(text string) ([]json.RawMessage, error) {
-	if text == "" {
-		return nil, nil
+// arguments reads them as every driver does.
+func arguments(text string) (driver.Args, error) {
+	if len(text) > maxArgs {
+		return nil, errs.New(errs.InvalidArgs, "args_json has %d bytes, more than %d", len(text), maxArgs)
 	}
-	data := bytes.TrimSpace([]byte(text))
-	if len(text) > maxArgs || !json.Valid(data) {
-		return nil, errs.New(errs.InvalidArgs, "args_json is not JSON of at most %d bytes", maxArgs)
-	}
-	if data[0] != '[' {
-		return []json.RawMessage{data}, nil
-	}
-	var args []json.RawMessage
-	if err := json.Unmarshal(data, &args); err != nil {
-		return nil, errs.New(errs.InvalidArgs, "args_json: %v", err)
-	}
-	return args, nil
+	return driver.ParseArgs([]byte(text))
 }
 
-// destructive is true for what takes a machine or its BMC down. What nobody has
+// takesDown is true for what takes a machine or its BMC down. What nobody has
 // classified counts, so that a new action is guarded until someone says otherwise.
-func destructive(kind, operation string, args []json.RawMessage) bool {
-	if kind != "bmc.power" {
-		return false
+func takesDown(operation string, args driver.Args) bool {
+	return operation != setPower || action(args) != string(metal.ActionOn)
+}
+
+// action is what setPower's arguments ask for, as drivers read them; empty for
+// what is none.
+func action(args driver.Args) string {
+	if len(args) != 1 {
+		return ""
 	}
-	if operation == "power.setPower" && len(args) == 1 {
-		var action string
-		return json.Unmarshal(args[0], &action) != nil || action != "on"
+	a, err := metal.ParseAction(args[0])
+	if err != nil {
+		return ""
 	}
-	return true
+	return string(a)
+}
+
+// digests are what an update says of its file. A driver refuses arguments of
+// another form.
+func digests(args driver.Args) []string {
+	if len(args) != 1 {
+		return nil
+	}
+	u, err := metal.ParseFirmwareUpdate(withURL(args[0], "https://bmc.invalid/"))
+	if err != nil {
+		return nil
+	}
+	return []string{u.SHA256}
+}
+
+// takeNewPassword takes the reference of a rotation's new password out of its
+// arguments. Only a reference may stand there, and no other field for a password:
+// what a command carries is written down on the way.
+func takeNewPassword(credentialsRef string, args driver.Args) (ref string, rest json.RawMessage, err error) {
+	var fields map[string]json.RawMessage
+	if len(args) != 1 || json.Unmarshal(args[0], &fields) != nil || fields == nil {
+		return "", nil, errs.New(errs.InvalidArgs, "rotate takes one object with newPassword")
+	}
+	const name = string(metal.NewPassword)
+	for field := range fields {
+		if field != name && strings.Contains(strings.ToLower(field), "pass") {
+			return "", nil, errs.New(errs.InvalidPayload, "a rotation's arguments hold no password but newPassword, a reference")
+		}
+	}
+	if json.Unmarshal(fields[name], &ref) != nil || !credentialRef.MatchString(ref) {
+		return "", nil, errs.New(errs.InvalidPayload, "newPassword is not a secret:// reference")
+	}
+	if ref == credentialsRef {
+		return "", nil, errs.New(errs.InvalidPayload, "newPassword is the credential itself")
+	}
+	delete(fields, name)
+	if len(fields) == 0 {
+		return ref, json.RawMessage("[]"), nil
+	}
+	rest, err = json.Marshal([]any{fields})
+	return ref, rest, err
+}
+
+// withURL is an argument with another url, all else as it is.
+func withURL(arg json.RawMessage, url string) json.RawMessage {
+	var fields map[string]json.RawMessage
+	if json.Unmarshal(arg, &fields) != nil || fields == nil {
+		return arg
+	}
+	fields["url"], _ = json.Marshal(url)
+	out, err := json.Marshal(fields)
+	if err != nil {
+		return arg
+	}
+	return out
+}
+
+// urlOf is the url of an update's argument.
+func urlOf(arg json.RawMessage) string {
+	var fields struct {
+		URL string `json:"url"`
+	}
+	if json.Unmarshal(bytes.TrimSpace(arg), &fields) != nil {
+		return ""
+	}
+	return fields.URL
 }
 
 // split takes "<concern>.<operation>" apart.
 func split(operation string) (concern, name string) {
 	concern, name, _ = strings.Cut(operation, ".")
 	return concern, name
-}
-
-// strict decodes one argument without unknown fields.
-func strict(data json.RawMessage, into any) error {
-	dec := json.NewDecoder(bytes.NewReader(data))
-	dec.DisallowUnknownFields()
-	if err := dec.Decode(into); err != nil {
-		return err
-	}
-	if _, err := dec.Token(); err != io.EOF {
-		return errs.New(errs.InvalidArgs, "more than one value")
-	}
-	return nil
 }

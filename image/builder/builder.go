@@ -49,7 +49,9 @@ const (
 )
 
 // PluginPackages are the plugins that a box carries.
-func PluginPackages() []string { return []string{"./plugins/cmd/bcx-ipmi"} }
+func PluginPackages() []string {
+	return []string{"./plugins/cmd/bcx-ipmi", "./plugins/cmd/bcx-bmclib"}
+}
 
 // Names of the files that a build leaves in Out.
 const (

@@ -24,6 +24,9 @@ const (
 	maxMACs      = 16
 	maxArtifacts = 64
 	maxFileBytes = 16 << 20
+	// maxAhead bounds how far one snapshot may raise the version: one that nobody can
+	// go beyond would be the last for good.
+	maxAhead = 1 << 32
 )
 
 // magic starts the file; the SHA-256 of the encoded snapshot follows, then the snapshot.
@@ -71,8 +74,9 @@ func (s *Store) Damaged() error { return s.damaged }
 
 // Apply puts req in force and on disk before it returns the version in force.
 // The same version with the same content is fine; an older version, or the
-// same with other content, is refused and changes nothing.
-func (s *Store) Apply(req *pxev1.AssignRequest) (uint64, error) {
+// same with other content, is refused and changes nothing. A machine that is
+// protected stays it, unless its id is one of unprotect.
+func (s *Store) Apply(req *pxev1.AssignRequest, unprotect ...string) (uint64, error) {
 	if err := Check(req); err != nil {
 		return s.Version(), err
 	}
@@ -81,16 +85,18 @@ func (s *Store) Apply(req *pxev1.AssignRequest) (uint64, error) {
 	s.mu.RLock()
 	current := s.snapshot
 	s.mu.RUnlock()
+	req = keepProtected(current, req, unprotect)
 	switch {
 	case req.Version < current.Version:
 		return current.Version, errs.New(errs.InvalidArgs, "version %d is older than version %d in force", req.Version, current.Version)
+	case req.Version-current.Version > maxAhead:
+		return current.Version, errs.New(errs.InvalidArgs, "version %d is too far ahead of version %d in force", req.Version, current.Version)
 	case req.Version == current.Version:
 		if !proto.Equal(req, current) {
 			return current.Version, errs.New(errs.DuplicateMismatch, "version %d is in force with other content", req.Version)
 		}
 		return current.Version, nil
 	}
-	req = proto.CloneOf(req)
 	data, err := encode(req)
 	if err != nil {
 		return current.Version, fmt.Errorf("encode boot assignments: %w", err)

@@ -39,6 +39,7 @@ func TestApply(t *testing.T) {
 		{"again", proto.CloneOf(one), 5, ""},
 		{"older", request(4, ramdisk("node_a", "52:54:00:00:00:01")), 5, errs.InvalidArgs},
 		{"same version, other content", request(5), 5, errs.DuplicateMismatch},
+		{"the last version that there is", request(1<<64-1, ramdisk("node_a", "52:54:00:00:00:01")), 5, errs.InvalidArgs},
 		{"newer but invalid", request(6, ramdisk("node_a")), 5, errs.InvalidArgs},
 		{"newer", request(7, ramdisk("node_a", "52:54:00:00:00:02")), 7, ""},
 	} {

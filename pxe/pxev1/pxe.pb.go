@@ -140,7 +140,10 @@ type Machine struct {
 	WindowId      string `protobuf:"bytes,6,opt,name=window_id,json=windowId,proto3" json:"window_id,omitempty"`
 	WindowUntilMs int64  `protobuf:"varint,7,opt,name=window_until_ms,json=windowUntilMs,proto3" json:"window_until_ms,omitempty"`
 	// Hex SHA-256 of the stored artifacts that this machine may fetch from the box.
-	Artifacts     []string `protobuf:"bytes,8,rep,name=artifacts,proto3" json:"artifacts,omitempty"`
+	Artifacts []string `protobuf:"bytes,8,rep,name=artifacts,proto3" json:"artifacts,omitempty"`
+	// Whether changing it from local disk always needs people's grants. It is kept
+	// by the box: only a command that a grant covers takes it away.
+	Protected     bool `protobuf:"varint,9,opt,name=protected,proto3" json:"protected,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -231,6 +234,13 @@ func (x *Machine) GetArtifacts() []string {
 	return nil
 }
 
+func (x *Machine) GetProtected() bool {
+	if x != nil {
+		return x.Protected
+	}
+	return false
+}
+
 type AssignResult struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The version in force after the command.
@@ -283,7 +293,7 @@ const file_pxe_pxev1_pxe_proto_rawDesc = "" +
 	"\x13pxe/pxev1/pxe.proto\x12\x14bettercompute.pxe.v1\"d\n" +
 	"\rAssignRequest\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\x04R\aversion\x129\n" +
-	"\bmachines\x18\x02 \x03(\v2\x1d.bettercompute.pxe.v1.MachineR\bmachines\"\x83\x02\n" +
+	"\bmachines\x18\x02 \x03(\v2\x1d.bettercompute.pxe.v1.MachineR\bmachines\"\xa1\x02\n" +
 	"\aMachine\x12\x1d\n" +
 	"\n" +
 	"machine_id\x18\x01 \x01(\tR\tmachineId\x12\x12\n" +
@@ -293,7 +303,8 @@ const file_pxe_pxev1_pxe_proto_rawDesc = "" +
 	"\apurpose\x18\x05 \x01(\tR\apurpose\x12\x1b\n" +
 	"\twindow_id\x18\x06 \x01(\tR\bwindowId\x12&\n" +
 	"\x0fwindow_until_ms\x18\a \x01(\x03R\rwindowUntilMs\x12\x1c\n" +
-	"\tartifacts\x18\b \x03(\tR\tartifacts\"(\n" +
+	"\tartifacts\x18\b \x03(\tR\tartifacts\x12\x1c\n" +
+	"\tprotected\x18\t \x01(\bR\tprotected\"(\n" +
 	"\fAssignResult\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\x04R\aversion*K\n" +
 	"\x06Action\x12\x16\n" +

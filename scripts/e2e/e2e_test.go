@@ -44,8 +44,8 @@ type bench struct {
 }
 
 // begin makes the wires, the rig and the gateway, and adds a site. Nothing of
-// the site runs yet.
-func begin(t *testing.T) *bench {
+// the site runs yet. opts are the Redfish BMC's.
+func begin(t *testing.T, opts ...bmctest.Option) *bench {
 	t.Helper()
 	if os.Geteuid() != 0 {
 		t.Skip("needs root: network namespaces")
@@ -58,7 +58,7 @@ func begin(t *testing.T) *bench {
 	ctx, cancel := context.WithTimeout(t.Context(), 3*time.Minute)
 	t.Cleanup(cancel)
 	fake := bmctest.NewFake()
-	l, err := lab.Start(ctx, lab.Config{Dir: t.TempDir(), Out: out, Machine: fake})
+	l, err := lab.Start(ctx, lab.Config{Dir: t.TempDir(), Out: out, Machine: fake, RedfishOptions: opts})
 	if err != nil {
 		t.Fatal(err)
 	}
@@ -344,14 +344,14 @@ func TestUnknownKey(t *testing.T) {
 func TestNothingListensOnTheUplink(t *testing.T) {
 	b := ready(t, lab.SiteOptions{})
 	// What a LAN's machine reaches, so that the test can fail.
-	for _, port := range []string{"80", "7443"} {
+	for _, port := range []string{"80", "7443", "7444"} {
 		if err := b.Dial("bmc", lab.SiteLAN+":"+port); err != nil {
 			t.Errorf("from the LAN, port %s: %v", port, err)
 		}
 	}
 	_, err := b.Exec(b.ctx, "nb", "ip", "route", "add", "10.77.0.0/24", "via", lab.SiteUplink)
 	b.must(err)
-	err = b.Silent("nb", []string{lab.SiteUplink, lab.SiteLAN, lab.BMCAddr}, []string{"22", "53", "69", "80", "443", "623", "7443", "8080"})
+	err = b.Silent("nb", []string{lab.SiteUplink, lab.SiteLAN, lab.BMCAddr}, []string{"22", "53", "69", "80", "443", "623", "7443", "7444", "8080"})
 	if err != nil {
 		t.Error(err)
 	}

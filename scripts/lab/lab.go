@@ -34,6 +34,8 @@ type Config struct {
 	Out string
 	// Machine stands behind the rig's BMCs; nil: a virtual machine.
 	Machine bmctest.Machine
+	// RedfishOptions change what the rig's Redfish BMC does.
+	RedfishOptions []bmctest.Option
 	// Log gets the CLI calls as a person would type them; nil is silent.
 	Log io.Writer
 }
@@ -92,7 +94,8 @@ func Start(ctx context.Context, cfg Config) (*Lab, error) {
 		if l.IPMI, err = bmctest.StartIPMI(ctx, BMCAddr+":623", BMCUser, BMCPassword, machine); err != nil {
 			return err
 		}
-		l.Redfish, err = bmctest.StartRedfish(ctx, BMCAddr+":443", BMCUser, BMCPassword, machine)
+		opts := append([]bmctest.Option{bmctest.Dial(l.dialFrom("bmc"))}, cfg.RedfishOptions...)
+		l.Redfish, err = bmctest.StartRedfish(ctx, BMCAddr+":443", BMCUser, BMCPassword, machine, opts...)
 		return err
 	})
 	if err != nil {
@@ -125,6 +128,17 @@ func (l *Lab) Close() {
 
 // InNetns runs f inside a namespace: "gw", "site", "bmc", "nb" or "net".
 func (l *Lab) InNetns(name string, f func() error) error { return l.wires.do(name, f) }
+
+// dialFrom connects from inside a namespace.
+func (l *Lab) dialFrom(name string) func(ctx context.Context, network, address string) (net.Conn, error) {
+	return func(ctx context.Context, network, address string) (conn net.Conn, err error) {
+		err = l.InNetns(name, func() (err error) {
+			conn, err = (&net.Dialer{}).DialContext(ctx, network, address)
+			return err
+		})
+		return conn, err
+	}
+}
 
 // PlugMachine gives the namespace "mach" the machine's network card: for tests
 // that play the machine themselves, with a Config.Machine that starts nothing.

@@ -54,14 +54,14 @@ func TestMainJob(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	ports := []string{"22", "69", "80", "7443"}
+	ports := []string{"22", "69", "80", "7443", "7444"}
 	if _, err := l.Exec(ctx, "nb", "ip", "route", "add", "10.77.0.0/24", "via", uplink); err != nil {
 		t.Fatal(err)
 	}
 	if err := l.Silent("nb", []string{uplink, lab.SiteLAN}, ports); err != nil {
 		t.Error(err)
 	}
-	for _, port := range []string{"80", "7443"} {
+	for _, port := range []string{"80", "7443", "7444"} {
 		if err := l.Dial("bmc", lab.SiteLAN+":"+port); err != nil {
 			t.Errorf("from the LAN, port %s: %v", port, err)
 		}

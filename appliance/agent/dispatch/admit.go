@@ -5,6 +5,7 @@ import (
 	"time"
 
 	"github.com/better-compute/site-appliance/appliance/agent/envelope"
+	"github.com/better-compute/site-appliance/appliance/agent/grants"
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 )
@@ -18,13 +19,12 @@ type standing struct {
 	agentID     string
 	incarnation string
 	now         time.Time
-	quorum      bool // the bundle has quorum in force
 	durable     bool // the journal outlives the process
 	auditFull   bool
 }
 
-// admit judges a verified payload. It is pure: queues and journal are the
-// caller's.
+// admit judges a verified payload. It is pure: queues, journal and people's
+// grants are the caller's.
 func admit(s standing, kinds map[string]Kind, p *agentv1.CommandPayload) (Kind, Operation, error) {
 	fail := func(code errs.Code, format string, args ...any) (Kind, Operation, error) {
 		return Kind{}, Operation{}, errs.New(code, format, args...)
@@ -52,8 +52,6 @@ func admit(s standing, kinds map[string]Kind, p *agentv1.CommandPayload) (Kind, 
 		return Kind{}, Operation{}, err
 	}
 	switch {
-	case op.Counts && s.quorum:
-		return fail(errs.QuorumRequired, "%s needs people's grants under this trust bundle, which this version cannot count yet", op.Name)
 	case op.Destructive && s.role == agentv1.Role_ROLE_SITE && !s.durable:
 		return fail(errs.OperationNotAllowed, "%s is refused while this box has no journal on disk", op.Name)
 	case op.Destructive && s.auditFull:
@@ -75,6 +73,18 @@ func (k Kind) decode(p *agentv1.CommandPayload) (Operation, error) {
 		op.Key = k.Name
 	}
 	return op, nil
+}
+
+// asks is what a command that counts asks of people's grants.
+func asks(p *agentv1.CommandPayload, op Operation) grants.Command {
+	targets := op.Targets
+	if len(targets) == 0 {
+		targets = []string{"key:" + op.Key}
+	}
+	return grants.Command{
+		ID: p.GetCommandId(), Kind: p.GetKind(), Operation: op.Name, Action: op.Action, Always: op.Always,
+		Targets: targets, Artifacts: op.Artifacts, Citation: p.GetGrant(),
+	}
 }
 
 func stamp(t time.Time) string { return t.UTC().Format(time.RFC3339) }

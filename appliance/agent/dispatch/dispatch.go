@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log/slog"
 	"maps"
 	"sync"
@@ -12,6 +13,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/better-compute/site-appliance/appliance/agent/envelope"
+	"github.com/better-compute/site-appliance/appliance/agent/grants"
 	"github.com/better-compute/site-appliance/appliance/agent/journal"
 	"github.com/better-compute/site-appliance/appliance/agent/trust"
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
@@ -23,6 +25,9 @@ const (
 	// maxPerKey bounds the queue of one target, so that one that does not answer
 	// cannot fill its lane.
 	maxPerKey = 16
+	// maxAside bounds what of a lane leaves its slots to others for now, and
+	// maxApart what runs without its place, each beside what the lane holds.
+	maxAside, maxApart = 512, 256
 	// maxReplies bounds acks and refusals that wait for the session; the oldest
 	// go first, and the gateway sends such commands again.
 	maxReplies = 4096
@@ -36,6 +41,9 @@ const (
 	resendEvery = 30 * time.Second
 	// recoverWithin bounds one Recover.
 	recoverWithin = 2 * time.Minute
+	// keepAgeEvery spaces the notes of the running time, by which the windows of
+	// destructive work are measured: a reboot costs at most so much of it.
+	keepAgeEvery = 10 * time.Minute
 )
 
 // DefaultLanes are how many commands of each lane run at a time.
@@ -56,14 +64,21 @@ type Config struct {
 	Journal *journal.Journal
 	// Bundle is the trust bundle in force; nil before enrolment.
 	Bundle func() *trust.Bundle
+	// SiteID is the site that grants must name; nil: none is known.
+	SiteID func() string
 	// Now is gateway time.
 	Now func() time.Time
+	// Latest is the latest gateway time that is known to have been, which a clock
+	// that is set back does not take back; nil: Now.
+	Latest func() time.Time
 	// TimeKnown is closed once Now is more than this machine's own clock, which
 	// may stand anywhere after a power cut: what an earlier process left open is
 	// judged by not_after only then. Nil: it is known already.
 	TimeKnown <-chan struct{}
 	// Resolve asks the gateway for secrets of a command in flight.
 	Resolve func(ctx context.Context, commandID string, refs []string) (map[string]secret.Value, error)
+	// Tunnel opens the tunnel of a command in flight; nil: there are none.
+	Tunnel func(ctx context.Context, commandID string) (io.ReadWriteCloser, error)
 	// Audit notes what became of a destructive command.
 	Audit func(name, key string, body any) error
 	// AuditFull reports that the next audit event would find no room.
@@ -78,6 +93,9 @@ type Dispatcher struct {
 	lanes map[string]int
 	wake  chan struct{}
 	idle  sync.WaitGroup
+	// The running time goes on from the journal's.
+	began    time.Time
+	firstAge time.Duration
 
 	mu       sync.Mutex
 	stopping bool
@@ -85,8 +103,15 @@ type Dispatcher struct {
 	queues   map[string]*queue
 	tasks    map[string]*task // every command that has no result yet
 	inLane   map[string]int
+	aside    map[string]int    // of inLane: what leaves the lane's slots to others for now
+	apart    map[string]int    // what runs without its place, beside inLane
+	told     map[string]uint32 // credits by lane, as the gateway knows them
+	peak     map[string]uint32 // the most that this session was told
 	running  map[string]int
-	waiting  map[string][]chan struct{} // for a lane's slot, first come, first served
+	waiting  map[string][]waiter // for a lane's slot, first come, first served
+
+	silent    map[string]bool // keys of targets that did not answer the last time
+	suspected map[string]int  // of running: whose target is among them
 
 	replies  []*agentv1.AgentFrame
 	progress map[string]*agentv1.CommandProgress
@@ -99,9 +124,11 @@ type Dispatcher struct {
 // stands in its queues before anything new is admitted. Run starts the work.
 func New(cfg Config) (*Dispatcher, error) {
 	d := &Dispatcher{
-		cfg: cfg, kinds: map[string]Kind{}, lanes: DefaultLanes(), wake: make(chan struct{}, 1),
+		cfg: cfg, kinds: map[string]Kind{}, lanes: DefaultLanes(), wake: make(chan struct{}, 1), began: time.Now(), firstAge: cfg.Journal.Age(),
 		queues: map[string]*queue{}, tasks: map[string]*task{}, inLane: map[string]int{},
-		running: map[string]int{}, waiting: map[string][]chan struct{}{},
+		aside: map[string]int{}, apart: map[string]int{}, told: map[string]uint32{}, peak: map[string]uint32{},
+		running: map[string]int{}, waiting: map[string][]waiter{},
+		silent: map[string]bool{}, suspected: map[string]int{},
 		progress: map[string]*agentv1.CommandProgress{}, lastSent: map[string]time.Time{},
 		results: map[string]time.Time{}, unkept: map[string]*agentv1.CommandResult{},
 	}
@@ -134,7 +161,8 @@ func (d *Dispatcher) restore(e journal.Entry) {
 		d.results[e.ID] = time.Time{}
 		return
 	}
-	t := &task{recover: e.State == journal.Started}
+	use, _ := d.cfg.Journal.UseOf(e.ID)
+	t := &task{recover: e.State == journal.Started, grant: use.Grant}
 	bundle := d.cfg.Bundle()
 	var err error
 	if bundle == nil {
@@ -195,18 +223,20 @@ func (d *Dispatcher) Run(ctx context.Context) error {
 			}
 		case <-tick.C:
 			d.nudge()
+			d.keepAge(keepAgeEvery)
 		}
 	}
 	d.mu.Lock()
 	d.stopping = true
-	for _, slots := range d.waiting {
-		for _, slot := range slots {
-			close(slot)
+	for _, waiters := range d.waiting {
+		for _, w := range waiters {
+			close(w.slot)
 		}
 	}
 	clear(d.waiting)
 	d.mu.Unlock()
 	d.idle.Wait()
+	d.keepAge(time.Second)
 	return nil
 }
 
@@ -251,16 +281,16 @@ func (d *Dispatcher) offer(c *agentv1.SignedCommand) error {
 	}
 	kind, op, err := admit(standing{
 		role: d.cfg.Role, agentID: d.cfg.AgentID(), incarnation: d.cfg.Incarnation, now: d.cfg.Now(),
-		quorum: bundle.QuorumInForce(), durable: d.cfg.Journal.Durable(),
-		auditFull: d.cfg.AuditFull != nil && d.cfg.AuditFull(),
+		durable: d.cfg.Journal.Durable(), auditFull: d.cfg.AuditFull != nil && d.cfg.AuditFull(),
 	}, d.kinds, p)
 	if err != nil {
 		return err
 	}
 	// A gateway keeps to the lane's credits by counting what it has sent. It may
-	// have given up on a command that still runs here: as much again may wait
-	// before the lane is full.
-	if d.inLane[kind.Lane] >= 2*d.lanes[kind.Lane] {
+	// have given up on a command that still runs here, and the credits may have
+	// shrunk while commands were on their way: as much again as the lane runs may
+	// wait before it is full.
+	if d.inLane[kind.Lane] >= d.lanes[kind.Lane]+int(max(d.peak[kind.Lane], d.credit(kind.Lane))) {
 		return errs.Retry(errs.LaneFull, "lane %s holds %d commands", kind.Lane, d.inLane[kind.Lane])
 	}
 	if q := d.queues[op.Key]; q != nil && len(q.tasks) >= maxPerKey {
@@ -269,12 +299,88 @@ func (d *Dispatcher) offer(c *agentv1.SignedCommand) error {
 	if d.stopping {
 		return errs.Retry(errs.Unavailable, "the agent is stopping")
 	}
-	if err := d.cfg.Journal.Received(id, digest, time.UnixMilli(p.GetNotAfterMs()), c); err != nil {
+	// Last, so that what is refused for another reason uses nothing.
+	use, err := d.judge(bundle, p, op, "")
+	if err != nil {
 		return err
 	}
+	if err := d.cfg.Journal.Admitted(id, digest, time.UnixMilli(p.GetNotAfterMs()), c, use); err != nil {
+		return err
+	}
+	t := &task{payload: p, kind: kind, op: op}
+	if use != nil {
+		t.grant = use.Grant
+	}
 	d.ack(id)
-	d.enqueue(&task{payload: p, kind: kind, op: op})
+	d.enqueue(t)
 	return nil
+}
+
+// judge says what the command uses of people's grants or counts for, nil where it
+// needs none. but is the command itself, where the journal knows what it uses.
+func (d *Dispatcher) judge(bundle *trust.Bundle, p *agentv1.CommandPayload, op Operation, but string) (*grants.Use, error) {
+	if !(op.Counts || op.Always) || bundle == nil || !bundle.QuorumInForce() {
+		return nil, nil
+	}
+	m := grants.Moment{Now: d.cfg.Now()}
+	m.Latest = m.Now
+	if d.cfg.Latest != nil {
+		m.Latest = d.cfg.Latest()
+	}
+	if d.cfg.SiteID != nil {
+		m.SiteID = d.cfg.SiteID()
+	}
+	past, err := d.cfg.Journal.PastBut(but, d.age(), m.Latest)
+	if err != nil {
+		return nil, err
+	}
+	use, err := grants.Judge(asks(p, op), bundle, past, m)
+	if err != nil {
+		return nil, err
+	}
+	return &use, nil
+}
+
+// begin judges a destructive command once more when its turn has come, and notes
+// that it starts. It may have waited for as long as its sender liked: what counts is
+// when a target is touched, not when that was announced, and neither what a grant
+// allows nor what the command would do need be what it was. The caller holds mu.
+func (d *Dispatcher) begin(t *task) error {
+	id := t.payload.GetCommandId()
+	if !t.op.Destructive {
+		return d.cfg.Journal.Started(id)
+	}
+	op, err := t.kind.decode(t.payload)
+	if err != nil {
+		return err
+	}
+	use, err := d.judge(d.cfg.Bundle(), t.payload, op, id)
+	if err != nil {
+		return err
+	}
+	if err := d.cfg.Journal.Begun(id, use); err != nil {
+		return err
+	}
+	op.Key = t.op.Key // where it stands
+	t.op = op
+	if use != nil {
+		t.grant = use.Grant
+	}
+	return nil
+}
+
+// age is the agent's running time.
+func (d *Dispatcher) age() time.Duration { return d.firstAge + time.Since(d.began) }
+
+// keepAge notes the running time once it has gone on by step.
+func (d *Dispatcher) keepAge(step time.Duration) {
+	age := d.age()
+	if age-d.cfg.Journal.Age() < step {
+		return
+	}
+	if err := d.cfg.Journal.KeepAge(age); err != nil {
+		d.cfg.Log.Error("running time not kept", "error", err)
+	}
 }
 
 // again answers a command that came before.
@@ -319,6 +425,7 @@ func (d *Dispatcher) Cancel(id string) {
 	}
 	if t := d.tasks[id]; t != nil {
 		delete(d.tasks, id)
+		d.setAside(t, false)
 		d.inLane[t.kind.Lane]--
 	}
 	d.results[id] = time.Time{}

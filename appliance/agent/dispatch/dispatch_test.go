@@ -5,6 +5,7 @@ import (
 	"errors"
 	"fmt"
 	"log/slog"
+	"maps"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -25,7 +26,8 @@ import (
 )
 
 // bench is one dispatcher under test. Its kinds decode args as
-// "key flags…", where flags are d (destructive), c (counts for quorum) and r (retry-safe).
+// "key flags…", where flags are d (destructive), c (counts for quorum), a (always
+// needs a grant) and r (retry-safe).
 type bench struct {
 	*dispatch.Dispatcher
 	t         *testing.T
@@ -39,7 +41,8 @@ type bench struct {
 	mu      sync.Mutex
 	acks    []string
 	results map[string]*agentv1.CommandResult
-	times   map[string]int // how often each result came
+	times   map[string]int    // how often each result came
+	credits map[string]uint32 // as the gateway knows them
 	latest  *agentv1.CommandProgress
 	lines   int // of progress
 }
@@ -54,7 +57,7 @@ func decode(args []byte) (dispatch.Operation, error) {
 		return dispatch.Operation{}, errs.New(errs.OperationNotAllowed, "bad args")
 	}
 	return dispatch.Operation{
-		Name: "test.do", Key: key, Destructive: strings.Contains(flags, "d"), Counts: strings.Contains(flags, "c"), RetrySafe: strings.Contains(flags, "r"), Value: string(args),
+		Name: "test.do", Key: key, Destructive: strings.Contains(flags, "d"), Counts: strings.Contains(flags, "c"), Always: strings.Contains(flags, "a"), RetrySafe: strings.Contains(flags, "r"), Value: string(args),
 	}, nil
 }
 
@@ -70,7 +73,7 @@ func start(t *testing.T, authority *agenttest.Authority, path string, k dispatch
 	}
 	b := &bench{
 		t: t, authority: authority, journal: j, bundle: authority.Bundle(t, nil),
-		results: map[string]*agentv1.CommandResult{}, times: map[string]int{},
+		results: map[string]*agentv1.CommandResult{}, times: map[string]int{}, credits: map[string]uint32{},
 	}
 	ramdisk := k
 	ramdisk.Name, ramdisk.Roles = "test.ramdisk", []agentv1.Role{agentv1.Role_ROLE_RAMDISK}
@@ -110,7 +113,10 @@ func start(t *testing.T, authority *agenttest.Authority, path string, k dispatch
 		}
 	})
 	b.stop = sync.OnceFunc(func() { cancel(); owned.Wait(); b.pull(); j.Close() })
-	b.Begin()
+	_, lanes := b.Begin()
+	b.mu.Lock()
+	maps.Copy(b.credits, lanes)
+	b.mu.Unlock()
 	return b
 }
 
@@ -120,6 +126,9 @@ func (b *bench) pull() {
 	for _, f := range b.Frames() {
 		if a := f.GetAck(); a != nil {
 			b.acks = append(b.acks, a.GetCommandId())
+		}
+		if c := f.GetCredit(); c != nil {
+			maps.Copy(b.credits, c.GetLanes())
 		}
 		if p := f.GetProgress(); p != nil {
 			b.latest = p
@@ -203,8 +212,9 @@ func TestAdmission(t *testing.T) {
 			p.IssuedAtMs, p.NotAfterMs = p.IssuedAtMs+600_000, p.NotAfterMs+600_000
 		}, want: "invalid-payload"},
 		"bad args":                     {change: args("bad"), want: "operation-not-allowed"},
-		"counts, quorum in force":      {change: args("k dc"), options: []option{quorum(authority, t)}, want: "quorum-required"},
-		"counts, no quorum in force":   {change: args("k dc"), want: "ok done"},
+		"always, quorum in force":      {change: args("k da"), options: []option{quorum(authority, t)}, want: "quorum-required"},
+		"always, no quorum in force":   {change: args("k da"), want: "ok done"},
+		"counts, quorum in force":      {change: args("k dc"), options: []option{quorum(authority, t)}, want: "ok done"},
 		"destructive, quorum in force": {change: args("k d"), options: []option{quorum(authority, t)}, want: "ok done"},
 		"harmless, quorum in force":    {options: []option{quorum(authority, t)}, want: "ok done"},
 		"destructive, no room for audit": {change: args("k d"), options: []option{func(c *dispatch.Config) {

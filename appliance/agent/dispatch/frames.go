@@ -2,6 +2,7 @@ package dispatch
 
 import (
 	"crypto/sha256"
+	"maps"
 	"strings"
 	"time"
 
@@ -30,11 +31,24 @@ func (d *Dispatcher) Begin() (open []*agentv1.OpenCommand, lanes map[string]uint
 	}
 	clear(d.lastSent)
 	d.replies = nil
-	lanes = map[string]uint32{}
-	for lane, n := range d.lanes {
-		lanes[lane] = uint32(n)
+	d.told = d.credits()
+	d.peak = maps.Clone(d.told)
+	return open, maps.Clone(d.told)
+}
+
+// credits are how many commands of each lane may be open. The caller holds mu.
+func (d *Dispatcher) credits() map[string]uint32 {
+	credits := map[string]uint32{}
+	for lane := range d.lanes {
+		credits[lane] = d.credit(lane)
 	}
-	return open, lanes
+	return credits
+}
+
+// credit is what the lane runs, what leaves its slots to others for now, and what
+// gave up its place. The caller holds mu.
+func (d *Dispatcher) credit(lane string) uint32 {
+	return uint32(d.lanes[lane] + min(d.aside[lane], maxAside) + d.apart[lane])
 }
 
 // Frames returns what is due to the gateway now, at most a few at a time where
@@ -44,6 +58,15 @@ func (d *Dispatcher) Frames() []*agentv1.AgentFrame {
 	defer d.mu.Unlock()
 	frames := d.replies
 	d.replies = nil
+	changed := d.credits()
+	maps.DeleteFunc(changed, func(lane string, n uint32) bool { return d.told[lane] == n })
+	if len(changed) > 0 {
+		maps.Copy(d.told, changed)
+		for lane, n := range changed {
+			d.peak[lane] = max(d.peak[lane], n)
+		}
+		frames = append(frames, &agentv1.AgentFrame{Frame: &agentv1.AgentFrame_Credit{Credit: &agentv1.Credit{Lanes: changed}}})
+	}
 	now := time.Now()
 	for id, p := range d.progress {
 		if now.Sub(d.lastSent[id]) >= progressEvery {

@@ -4,6 +4,7 @@ package dispatch
 
 import (
 	"context"
+	"io"
 	"time"
 
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
@@ -22,6 +23,9 @@ type Kind struct {
 	// Check judges args against the rest of the signed payload, before the command
 	// is taken, and may choose another key; nil: they have nothing in common.
 	Check func(p *agentv1.CommandPayload, op Operation) (Operation, error)
+	// Ready is asked when the command's turn at its target has come, before it takes a
+	// slot of its lane: an error is its result, and it never began. Nil: it is ready.
+	Ready func(ctx context.Context, op Operation) error
 	// Run does it. It returns the encoded result, and heeds ctx until the point
 	// of no return. An error's code and flag come from errs.From; a code that says
 	// that nothing ran becomes driver-error.
@@ -41,8 +45,21 @@ type Operation struct {
 	// Destructive work needs a durable journal on a box, room for its audit event,
 	// and leaves one.
 	Destructive bool
-	// Counts says that the work needs people's grants where quorum is in force.
+	// Action narrows Name where one operation does several things, for example
+	// "off" of power.setPower: grants name it. Empty: there is nothing to narrow.
+	Action string
+	// Counts says that the work counts among what is destructive: from so many
+	// targets on it needs people's grants where quorum is in force.
 	Counts bool
+	// Always says that it needs a grant there however few the targets are.
+	Always bool
+	// Targets are what it touches, as this agent knows them: "bmc:" and host:port,
+	// "machine:" and a machine's id. Others are counted, but no grant can name
+	// them. Empty: the key stands for one.
+	Targets []string
+	// Artifacts is everything that it brings along: the hex SHA-256 of each, or
+	// for what has no digest its own text, which no grant that names artifacts holds.
+	Artifacts []string
 	// RetrySafe work may run twice without harm.
 	RetrySafe bool
 	// Value is Decode's own, for Run and Recover.
@@ -56,10 +73,20 @@ type Call struct {
 	// Secrets resolves references that the payload lists; others are
 	// credentials-unavailable.
 	Secrets func(ctx context.Context, refs ...string) (map[string]secret.Value, error)
+	// Granted reports that people's grant covers the command, and so all its targets.
+	Granted bool
 	// Progress is latest-wins and never blocks.
 	Progress func(phase, message string, done, total uint64)
 	// Deadline is not_after on this machine's monotonic clock; ctx ends then too.
 	Deadline time.Time
+	// Release gives up the command's place in its key's queue and its lane's slot
+	// while it goes on: what waits for a person, or carries a person's bytes, must
+	// not hold up the rest. A second call changes nothing, nor does any call while
+	// very many commands of the lane have done so.
+	Release func()
+	// Tunnel opens the command's tunnel, once: bytes to and from who sent the
+	// command. It ends with ctx, and with the command.
+	Tunnel func(ctx context.Context) (io.ReadWriteCloser, error)
 }
 
 // Verdict is what Recover found.

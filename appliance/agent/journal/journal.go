@@ -8,6 +8,10 @@
 // one of them is received. The epoch is made with the file: a
 // lost or damaged journal has another one, and a command for the old one is
 // refused as wrong-incarnation.
+//
+// With a command it keeps what the command uses of people's grants, or counts for
+// without one. That is given back if the command gets its outcome before it
+// started, and else outlives the command: see uses.go.
 package journal
 
 import (
@@ -18,6 +22,7 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
+	"github.com/better-compute/site-appliance/appliance/agent/grants"
 	"github.com/better-compute/site-appliance/appliance/agent/reclog"
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
@@ -63,18 +68,24 @@ type Journal struct {
 	entries map[string]*Entry
 	order   []string // ids in order of receipt, acked ones included
 	damaged bool
+	fresh   bool
 	forgot  time.Time // the latest not_after of a tombstone that is gone
+	ledger
 }
 
 // record is one line of the file.
 type record struct {
-	Type       string `json:"t"` // "epoch", "forgot" or a State
+	Type       string `json:"t"` // "epoch", "forgot", one of the ledger's, or a State
 	Epoch      string `json:"e,omitempty"`
 	ID         string `json:"id,omitempty"`
 	Digest     []byte `json:"d,omitempty"`
 	NotAfterMS int64  `json:"na,omitempty"`
 	Command    []byte `json:"c,omitempty"`
 	Result     []byte `json:"r,omitempty"`
+	// Use is what the command uses; AgeMS and Unsure are the ledger's.
+	Use    *grants.Use `json:"u,omitempty"`
+	AgeMS  int64       `json:"a,omitempty"`
+	Unsure bool        `json:"un,omitempty"`
 }
 
 // Open reads the journal at path, or makes it; with an empty path it lives in
@@ -82,7 +93,7 @@ type record struct {
 // under a new epoch, and everything unfinished counts as started, since nobody
 // knows what the lost records said.
 func Open(path string) (*Journal, error) {
-	j := &Journal{entries: map[string]*Entry{}}
+	j := &Journal{entries: map[string]*Entry{}, ledger: newLedger()}
 	if path == "" {
 		j.epoch = reclog.NewEpoch()
 		return j, nil
@@ -105,8 +116,10 @@ func Open(path string) (*Journal, error) {
 				e.State = Started
 			}
 		}
+		j.lose()
 	}
 	if j.epoch == "" {
+		j.fresh = !j.damaged
 		j.epoch = reclog.NewEpoch()
 		if err := log.Replace(j.records()); err != nil {
 			log.Close()
@@ -130,6 +143,9 @@ func (j *Journal) replay(data []byte) error {
 		return nil
 	case "forgot":
 		j.forgot = time.UnixMilli(r.NotAfterMS)
+		return nil
+	}
+	if j.ledger.replay(r) {
 		return nil
 	}
 	e := j.entries[r.ID]
@@ -156,8 +172,12 @@ func (j *Journal) replay(data []byte) error {
 			return fmt.Errorf("decode result of %s: %w", r.ID, err)
 		}
 	}
+	from := e.State
 	switch e.State = State(r.Type); e.State {
 	case Received, Started:
+		if r.Use != nil {
+			j.replace(r.ID, *r.Use)
+		}
 	case Done, Cancelled:
 		e.Command = nil
 	case Acked:
@@ -165,6 +185,7 @@ func (j *Journal) replay(data []byte) error {
 	default:
 		return fmt.Errorf("record of type %q is unknown", r.Type)
 	}
+	j.settle(r.ID, from, e.State)
 	return nil
 }
 
@@ -176,6 +197,9 @@ func (j *Journal) Durable() bool { return j.log != nil }
 
 // Damaged reports whether Open had to set a damaged file aside.
 func (j *Journal) Damaged() bool { return j.damaged }
+
+// Fresh reports whether Open began the journal: nothing is known of what was before.
+func (j *Journal) Fresh() bool { return j.fresh }
 
 // Get finds a command.
 func (j *Journal) Get(id string) (Entry, bool) {
@@ -205,26 +229,48 @@ func (j *Journal) Open() []Entry {
 // forgotten one was is expired: it could be the same, come again under a clock
 // that was set back.
 func (j *Journal) Received(id string, digest [32]byte, notAfter time.Time, c *agentv1.SignedCommand) error {
+	return j.Admitted(id, digest, notAfter, c, nil)
+}
+
+// Admitted is Received for a command that uses something of a grant, or counts
+// without one; nil: it does not.
+func (j *Journal) Admitted(id string, digest [32]byte, notAfter time.Time, c *agentv1.SignedCommand, use *grants.Use) error {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	if _, ok := j.entries[id]; ok {
 		return errs.New(errs.Internal, "journal: command %s was received before", id)
 	}
+	if _, ok := j.uses[id]; ok {
+		// Its entry is forgotten, what it used is not, and is kept by this id.
+		return errs.New(errs.DuplicateMismatch, "journal: command %s came before, and what it used still counts", id)
+	}
 	if !notAfter.After(j.forgot) {
 		return errs.New(errs.Expired, "not_after %s has passed by the journal, which forgot commands up to %s",
 			notAfter.UTC().Format(time.RFC3339), j.forgot.UTC().Format(time.RFC3339))
 	}
-	return j.put(&Entry{ID: id, Digest: digest, State: Received, NotAfter: notAfter, Command: c})
+	if err := j.put(&Entry{ID: id, Digest: digest, State: Received, NotAfter: notAfter, Command: c}, use); err != nil {
+		return err
+	}
+	if use != nil {
+		j.add(id, *use)
+	}
+	return nil
 }
 
 // Started notes that effects may follow.
 func (j *Journal) Started(id string) error {
-	return j.move(id, Started, nil, Received)
+	return j.Begun(id, nil)
+}
+
+// Begun is Started for a command that was judged once more when its turn came: use
+// takes the place of what Admitted kept; nil: that stays.
+func (j *Journal) Begun(id string, use *grants.Use) error {
+	return j.move(id, Started, nil, use, Received)
 }
 
 // Done notes a command's one result.
 func (j *Journal) Done(id string, result *agentv1.CommandResult) error {
-	return j.move(id, Done, result, Received, Started)
+	return j.move(id, Done, result, nil, Received, Started)
 }
 
 // Cancelled notes that a command was cancelled before it started, or before it
@@ -235,10 +281,10 @@ func (j *Journal) Cancelled(id string, notAfter time.Time, result *agentv1.Comma
 	_, known := j.entries[id]
 	if !known {
 		defer j.mu.Unlock()
-		return j.put(&Entry{ID: id, State: Cancelled, NotAfter: notAfter, Result: result})
+		return j.put(&Entry{ID: id, State: Cancelled, NotAfter: notAfter, Result: result}, nil)
 	}
 	j.mu.Unlock()
-	return j.move(id, Cancelled, result, Received)
+	return j.move(id, Cancelled, result, nil, Received)
 }
 
 // Acked notes that the gateway has the result. It is no error to say so twice.
@@ -246,10 +292,10 @@ func (j *Journal) Acked(id string) error {
 	if e, ok := j.Get(id); ok && e.State == Acked {
 		return nil
 	}
-	return j.move(id, Acked, nil, Done, Cancelled)
+	return j.move(id, Acked, nil, nil, Done, Cancelled)
 }
 
-func (j *Journal) move(id string, to State, result *agentv1.CommandResult, from ...State) error {
+func (j *Journal) move(id string, to State, result *agentv1.CommandResult, use *grants.Use, from ...State) error {
 	j.mu.Lock()
 	defer j.mu.Unlock()
 	e, ok := j.entries[id]
@@ -266,20 +312,28 @@ func (j *Journal) move(id string, to State, result *agentv1.CommandResult, from 
 			case Acked:
 				next.Command, next.Result = nil, nil
 			}
-			return j.put(&next)
+			if err := j.put(&next, use); err != nil {
+				return err
+			}
+			if use != nil {
+				j.replace(id, *use)
+			}
+			j.settle(id, s, to)
+			return nil
 		}
 	}
 	return errs.New(errs.Internal, "journal: command %s cannot go from %s to %s", id, e.State, to)
 }
 
-// put writes e's step and then makes it the truth. The caller holds mu.
-func (j *Journal) put(e *Entry) error {
+// put writes e's step, and what the command uses, and then makes it the truth.
+// The caller holds mu.
+func (j *Journal) put(e *Entry, use *grants.Use) error {
 	old, known := j.entries[e.ID]
 	if !known && len(j.entries) >= maxEntries {
 		return errs.Retry(errs.LaneFull, "the journal holds %d commands and takes no more for now", maxEntries)
 	}
 	if j.log != nil {
-		r, err := encode(e, known && old.State != e.State)
+		r, err := encode(e, known && old.State != e.State, use)
 		if err != nil {
 			return err
 		}
@@ -296,8 +350,8 @@ func (j *Journal) put(e *Entry) error {
 
 // encode makes e's record; a step of a known command leaves out what an
 // earlier record of it said.
-func encode(e *Entry, step bool) ([]byte, error) {
-	r := record{Type: string(e.State), ID: e.ID}
+func encode(e *Entry, step bool, use *grants.Use) ([]byte, error) {
+	r := record{Type: string(e.State), ID: e.ID, Use: use}
 	if !step {
 		r.NotAfterMS = e.NotAfter.UnixMilli()
 		if e.Digest != [32]byte{} {
@@ -350,6 +404,9 @@ func (j *Journal) Compact(now time.Time) error {
 		delete(j.entries, id)
 	}
 	j.forgot, j.order = forgot, order
+	if err := j.forgetGrants(now); err != nil {
+		return err
+	}
 	if j.log == nil || j.log.Size() < compactBytes {
 		return nil
 	}
@@ -378,11 +435,11 @@ func (j *Journal) records() [][]byte {
 		records = append(records, forgot)
 	}
 	for _, id := range j.order {
-		if r, err := encode(j.entries[id], false); err == nil {
+		if r, err := encode(j.entries[id], false, nil); err == nil {
 			records = append(records, r)
 		}
 	}
-	return records
+	return append(records, j.ledger.records()...)
 }
 
 // Close releases the file.

@@ -3,6 +3,7 @@
 package trust
 
 import (
+	"cmp"
 	"crypto/ed25519"
 	"crypto/sha256"
 	"crypto/x509"
@@ -309,6 +310,42 @@ func (b *Bundle) Raw() *agentv1.SignedBundle { return b.raw }
 // RootSet is the RootSetHash of the bundle's roots.
 func (b *Bundle) RootSet() [32]byte {
 	return RootSetHash(b.content.GetRoots(), b.content.GetRootThreshold())
+}
+
+// ApproverKey finds a key that may approve grants, by its KeyID.
+func (b *Bundle) ApproverKey(id string) (ed25519.PublicKey, bool) {
+	for _, key := range b.content.GetApproverKeys() {
+		if KeyID(key) == id {
+			return key, true
+		}
+	}
+	return nil, false
+}
+
+// Approvers are the KeyIDs of those who may approve grants, sorted.
+func (b *Bundle) Approvers() []string {
+	var ids []string
+	for _, key := range b.content.GetApproverKeys() {
+		ids = append(ids, KeyID(key))
+	}
+	slices.Sort(ids)
+	return ids
+}
+
+// ApproverThreshold is how many approvers must sign a grant.
+func (b *Bundle) ApproverThreshold() int { return int(b.content.GetApproverThreshold()) }
+
+// The quorum policy of a bundle that says nothing else.
+const (
+	defaultTargets10m = 5
+	defaultTargets24h = 20
+)
+
+// QuorumTargets are the numbers of distinct targets, within 10 minutes and within
+// 24 hours, from which on grants are needed.
+func (b *Bundle) QuorumTargets() (in10m, in24h int) {
+	q := b.content.GetQuorum()
+	return int(cmp.Or(q.GetTargets_10M(), defaultTargets10m)), int(cmp.Or(q.GetTargets_24H(), defaultTargets24h))
 }
 
 // QuorumInForce reports whether destructive work needs people's grants: from

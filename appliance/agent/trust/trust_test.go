@@ -222,6 +222,30 @@ func TestBundleContent(t *testing.T) {
 	if b, err = trust.Restore(sign(t, content, root(1))); err != nil || !b.QuorumInForce() {
 		t.Errorf("QuorumInForce() with two approvers = false (%v), want true", err)
 	}
+	for i, key := range public(root(5), root(6)) {
+		if got, ok := b.ApproverKey(trust.KeyID(key)); !ok || !slices.Equal(got, key) || !slices.Contains(b.Approvers(), trust.KeyID(key)) {
+			t.Errorf("ApproverKey(%d) = %x, %v", i, got, ok)
+		}
+	}
+	if _, ok := b.ApproverKey(trust.KeyID(public(root(100))[0])); ok {
+		t.Error("ApproverKey(the command key's id) = found, want not: a gateway approves nothing")
+	}
+	if n := b.ApproverThreshold(); n != 1 {
+		t.Errorf("ApproverThreshold() = %d, want 1", n)
+	}
+	for _, tt := range []struct {
+		policy      *agentv1.QuorumPolicy
+		short, long int
+	}{{nil, 5, 20}, {&agentv1.QuorumPolicy{Targets_10M: 2}, 2, 20}, {&agentv1.QuorumPolicy{Targets_24H: 7}, 5, 7}} {
+		content.Quorum = tt.policy
+		c, err := trust.Restore(sign(t, content, root(1)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		if short, long := c.QuorumTargets(); short != tt.short || long != tt.long {
+			t.Errorf("QuorumTargets() of %v = %d, %d, want %d, %d", tt.policy, short, long, tt.short, tt.long)
+		}
+	}
 	key := public(root(100))[0]
 	if got, ok := b.CommandKey(trust.KeyID(key)); !ok || !slices.Equal(got, key) {
 		t.Errorf("CommandKey(known) = %x, %v", got, ok)

@@ -1666,7 +1666,9 @@ type CommandPayload struct {
 	Traceparent string   `protobuf:"bytes,12,opt,name=traceparent,proto3" json:"traceparent,omitempty"`
 	SecretRefs  []string `protobuf:"bytes,13,rep,name=secret_refs,json=secretRefs,proto3" json:"secret_refs,omitempty"`
 	// The kind's own message, encoded.
-	Args          []byte `protobuf:"bytes,14,opt,name=args,proto3" json:"args,omitempty"`
+	Args []byte `protobuf:"bytes,14,opt,name=args,proto3" json:"args,omitempty"`
+	// What people approved of this command; absent: nobody was asked.
+	Grant         *GrantCitation `protobuf:"bytes,15,opt,name=grant,proto3" json:"grant,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -1799,6 +1801,365 @@ func (x *CommandPayload) GetArgs() []byte {
 	return nil
 }
 
+func (x *CommandPayload) GetGrant() *GrantCitation {
+	if x != nil {
+		return x.Grant
+	}
+	return nil
+}
+
+// Grant is what people approve: what may be done, to whom, how often, and when.
+type Grant struct {
+	state      protoimpl.MessageState `protogen:"open.v1"`
+	GrantId    string                 `protobuf:"bytes,1,opt,name=grant_id,json=grantId,proto3" json:"grant_id,omitempty"`
+	Operations []*GrantOperation      `protobuf:"bytes,2,rep,name=operations,proto3" json:"operations,omitempty"`
+	// Root of the Merkle tree over the sorted targets, hashed as RFC 9162, 2.1.1
+	// says. A target is "bmc:" and host:port, or "machine:" and a machine's id.
+	TargetsRoot []byte `protobuf:"bytes,3,opt,name=targets_root,json=targetsRoot,proto3" json:"targets_root,omitempty"`
+	TargetCount uint32 `protobuf:"varint,4,opt,name=target_count,json=targetCount,proto3" json:"target_count,omitempty"`
+	// The artifacts that an operation may bring along; empty: any that the operation names.
+	ArtifactSha256 []string `protobuf:"bytes,5,rep,name=artifact_sha256,json=artifactSha256,proto3" json:"artifact_sha256,omitempty"`
+	UsesPerTarget  uint32   `protobuf:"varint,6,opt,name=uses_per_target,json=usesPerTarget,proto3" json:"uses_per_target,omitempty"`
+	NotBeforeMs    int64    `protobuf:"varint,7,opt,name=not_before_ms,json=notBeforeMs,proto3" json:"not_before_ms,omitempty"`
+	NotAfterMs     int64    `protobuf:"varint,8,opt,name=not_after_ms,json=notAfterMs,proto3" json:"not_after_ms,omitempty"`
+	// What a person reads before signing.
+	Reason string `protobuf:"bytes,9,opt,name=reason,proto3" json:"reason,omitempty"`
+	// The site whose agents take it: another site may have the same addresses.
+	SiteId        string `protobuf:"bytes,10,opt,name=site_id,json=siteId,proto3" json:"site_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Grant) Reset() {
+	*x = Grant{}
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[18]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Grant) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Grant) ProtoMessage() {}
+
+func (x *Grant) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[18]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Grant.ProtoReflect.Descriptor instead.
+func (*Grant) Descriptor() ([]byte, []int) {
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{18}
+}
+
+func (x *Grant) GetGrantId() string {
+	if x != nil {
+		return x.GrantId
+	}
+	return ""
+}
+
+func (x *Grant) GetOperations() []*GrantOperation {
+	if x != nil {
+		return x.Operations
+	}
+	return nil
+}
+
+func (x *Grant) GetTargetsRoot() []byte {
+	if x != nil {
+		return x.TargetsRoot
+	}
+	return nil
+}
+
+func (x *Grant) GetTargetCount() uint32 {
+	if x != nil {
+		return x.TargetCount
+	}
+	return 0
+}
+
+func (x *Grant) GetArtifactSha256() []string {
+	if x != nil {
+		return x.ArtifactSha256
+	}
+	return nil
+}
+
+func (x *Grant) GetUsesPerTarget() uint32 {
+	if x != nil {
+		return x.UsesPerTarget
+	}
+	return 0
+}
+
+func (x *Grant) GetNotBeforeMs() int64 {
+	if x != nil {
+		return x.NotBeforeMs
+	}
+	return 0
+}
+
+func (x *Grant) GetNotAfterMs() int64 {
+	if x != nil {
+		return x.NotAfterMs
+	}
+	return 0
+}
+
+func (x *Grant) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
+func (x *Grant) GetSiteId() string {
+	if x != nil {
+		return x.SiteId
+	}
+	return ""
+}
+
+// GrantOperation allows one operation, for example kind bmc.power, operation
+// power.setPower, action off. An empty action allows the operation without one.
+type GrantOperation struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Kind          string                 `protobuf:"bytes,1,opt,name=kind,proto3" json:"kind,omitempty"`
+	Operation     string                 `protobuf:"bytes,2,opt,name=operation,proto3" json:"operation,omitempty"`
+	Action        string                 `protobuf:"bytes,3,opt,name=action,proto3" json:"action,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GrantOperation) Reset() {
+	*x = GrantOperation{}
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GrantOperation) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GrantOperation) ProtoMessage() {}
+
+func (x *GrantOperation) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GrantOperation.ProtoReflect.Descriptor instead.
+func (*GrantOperation) Descriptor() ([]byte, []int) {
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *GrantOperation) GetKind() string {
+	if x != nil {
+		return x.Kind
+	}
+	return ""
+}
+
+func (x *GrantOperation) GetOperation() string {
+	if x != nil {
+		return x.Operation
+	}
+	return ""
+}
+
+func (x *GrantOperation) GetAction() string {
+	if x != nil {
+		return x.Action
+	}
+	return ""
+}
+
+// SignedGrant is a Grant's bytes with approvers' signatures over
+// "bettercompute.grant.v1\0" and payload.
+type SignedGrant struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Payload       []byte                 `protobuf:"bytes,1,opt,name=payload,proto3" json:"payload,omitempty"`
+	Signatures    []*Signature           `protobuf:"bytes,2,rep,name=signatures,proto3" json:"signatures,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SignedGrant) Reset() {
+	*x = SignedGrant{}
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SignedGrant) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SignedGrant) ProtoMessage() {}
+
+func (x *SignedGrant) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SignedGrant.ProtoReflect.Descriptor instead.
+func (*SignedGrant) Descriptor() ([]byte, []int) {
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *SignedGrant) GetPayload() []byte {
+	if x != nil {
+		return x.Payload
+	}
+	return nil
+}
+
+func (x *SignedGrant) GetSignatures() []*Signature {
+	if x != nil {
+		return x.Signatures
+	}
+	return nil
+}
+
+// TargetProof places a target in a grant's tree (RFC 9162, 2.1.3).
+type TargetProof struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Target        string                 `protobuf:"bytes,1,opt,name=target,proto3" json:"target,omitempty"`
+	Index         uint32                 `protobuf:"varint,2,opt,name=index,proto3" json:"index,omitempty"`
+	Path          [][]byte               `protobuf:"bytes,3,rep,name=path,proto3" json:"path,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TargetProof) Reset() {
+	*x = TargetProof{}
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TargetProof) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TargetProof) ProtoMessage() {}
+
+func (x *TargetProof) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TargetProof.ProtoReflect.Descriptor instead.
+func (*TargetProof) Descriptor() ([]byte, []int) {
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *TargetProof) GetTarget() string {
+	if x != nil {
+		return x.Target
+	}
+	return ""
+}
+
+func (x *TargetProof) GetIndex() uint32 {
+	if x != nil {
+		return x.Index
+	}
+	return 0
+}
+
+func (x *TargetProof) GetPath() [][]byte {
+	if x != nil {
+		return x.Path
+	}
+	return nil
+}
+
+// GrantCitation is a grant and the proofs of the targets that a command touches.
+type GrantCitation struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Grant         *SignedGrant           `protobuf:"bytes,1,opt,name=grant,proto3" json:"grant,omitempty"`
+	Targets       []*TargetProof         `protobuf:"bytes,2,rep,name=targets,proto3" json:"targets,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GrantCitation) Reset() {
+	*x = GrantCitation{}
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[22]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GrantCitation) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GrantCitation) ProtoMessage() {}
+
+func (x *GrantCitation) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[22]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GrantCitation.ProtoReflect.Descriptor instead.
+func (*GrantCitation) Descriptor() ([]byte, []int) {
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{22}
+}
+
+func (x *GrantCitation) GetGrant() *SignedGrant {
+	if x != nil {
+		return x.Grant
+	}
+	return nil
+}
+
+func (x *GrantCitation) GetTargets() []*TargetProof {
+	if x != nil {
+		return x.Targets
+	}
+	return nil
+}
+
 type CommandAck struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	CommandId     string                 `protobuf:"bytes,1,opt,name=command_id,json=commandId,proto3" json:"command_id,omitempty"`
@@ -1808,7 +2169,7 @@ type CommandAck struct {
 
 func (x *CommandAck) Reset() {
 	*x = CommandAck{}
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[18]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1820,7 +2181,7 @@ func (x *CommandAck) String() string {
 func (*CommandAck) ProtoMessage() {}
 
 func (x *CommandAck) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[18]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1833,7 +2194,7 @@ func (x *CommandAck) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CommandAck.ProtoReflect.Descriptor instead.
 func (*CommandAck) Descriptor() ([]byte, []int) {
-	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{18}
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *CommandAck) GetCommandId() string {
@@ -1856,7 +2217,7 @@ type CommandProgress struct {
 
 func (x *CommandProgress) Reset() {
 	*x = CommandProgress{}
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[19]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1868,7 +2229,7 @@ func (x *CommandProgress) String() string {
 func (*CommandProgress) ProtoMessage() {}
 
 func (x *CommandProgress) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[19]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1881,7 +2242,7 @@ func (x *CommandProgress) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CommandProgress.ProtoReflect.Descriptor instead.
 func (*CommandProgress) Descriptor() ([]byte, []int) {
-	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{19}
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *CommandProgress) GetCommandId() string {
@@ -1933,7 +2294,7 @@ type CommandResult struct {
 
 func (x *CommandResult) Reset() {
 	*x = CommandResult{}
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[20]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1945,7 +2306,7 @@ func (x *CommandResult) String() string {
 func (*CommandResult) ProtoMessage() {}
 
 func (x *CommandResult) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[20]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1958,7 +2319,7 @@ func (x *CommandResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CommandResult.ProtoReflect.Descriptor instead.
 func (*CommandResult) Descriptor() ([]byte, []int) {
-	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{20}
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *CommandResult) GetCommandId() string {
@@ -2021,7 +2382,7 @@ type Error struct {
 
 func (x *Error) Reset() {
 	*x = Error{}
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[21]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2033,7 +2394,7 @@ func (x *Error) String() string {
 func (*Error) ProtoMessage() {}
 
 func (x *Error) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[21]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2046,7 +2407,7 @@ func (x *Error) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Error.ProtoReflect.Descriptor instead.
 func (*Error) Descriptor() ([]byte, []int) {
-	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{21}
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *Error) GetCode() string {
@@ -2079,7 +2440,7 @@ type Cancel struct {
 
 func (x *Cancel) Reset() {
 	*x = Cancel{}
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[22]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2091,7 +2452,7 @@ func (x *Cancel) String() string {
 func (*Cancel) ProtoMessage() {}
 
 func (x *Cancel) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[22]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2104,7 +2465,7 @@ func (x *Cancel) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Cancel.ProtoReflect.Descriptor instead.
 func (*Cancel) Descriptor() ([]byte, []int) {
-	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{22}
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *Cancel) GetCommandId() string {
@@ -2123,7 +2484,7 @@ type ResultAck struct {
 
 func (x *ResultAck) Reset() {
 	*x = ResultAck{}
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[23]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2135,7 +2496,7 @@ func (x *ResultAck) String() string {
 func (*ResultAck) ProtoMessage() {}
 
 func (x *ResultAck) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[23]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2148,7 +2509,7 @@ func (x *ResultAck) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResultAck.ProtoReflect.Descriptor instead.
 func (*ResultAck) Descriptor() ([]byte, []int) {
-	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{23}
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *ResultAck) GetCommandId() string {
@@ -2174,7 +2535,7 @@ type Event struct {
 
 func (x *Event) Reset() {
 	*x = Event{}
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[24]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2186,7 +2547,7 @@ func (x *Event) String() string {
 func (*Event) ProtoMessage() {}
 
 func (x *Event) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[24]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2199,7 +2560,7 @@ func (x *Event) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Event.ProtoReflect.Descriptor instead.
 func (*Event) Descriptor() ([]byte, []int) {
-	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{24}
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *Event) GetSeq() uint64 {
@@ -2253,7 +2614,7 @@ type EventAck struct {
 
 func (x *EventAck) Reset() {
 	*x = EventAck{}
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[25]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2265,7 +2626,7 @@ func (x *EventAck) String() string {
 func (*EventAck) ProtoMessage() {}
 
 func (x *EventAck) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[25]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2278,7 +2639,7 @@ func (x *EventAck) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventAck.ProtoReflect.Descriptor instead.
 func (*EventAck) Descriptor() ([]byte, []int) {
-	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{25}
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *EventAck) GetSeq() uint64 {
@@ -2297,7 +2658,7 @@ type Credit struct {
 
 func (x *Credit) Reset() {
 	*x = Credit{}
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[26]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2309,7 +2670,7 @@ func (x *Credit) String() string {
 func (*Credit) ProtoMessage() {}
 
 func (x *Credit) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[26]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2322,7 +2683,7 @@ func (x *Credit) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Credit.ProtoReflect.Descriptor instead.
 func (*Credit) Descriptor() ([]byte, []int) {
-	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{26}
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *Credit) GetLanes() map[string]uint32 {
@@ -2343,7 +2704,7 @@ type Heartbeat struct {
 
 func (x *Heartbeat) Reset() {
 	*x = Heartbeat{}
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[27]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2355,7 +2716,7 @@ func (x *Heartbeat) String() string {
 func (*Heartbeat) ProtoMessage() {}
 
 func (x *Heartbeat) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[27]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2368,7 +2729,7 @@ func (x *Heartbeat) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Heartbeat.ProtoReflect.Descriptor instead.
 func (*Heartbeat) Descriptor() ([]byte, []int) {
-	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{27}
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *Heartbeat) GetSeq() uint64 {
@@ -2403,7 +2764,7 @@ type Close struct {
 
 func (x *Close) Reset() {
 	*x = Close{}
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[28]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2415,7 +2776,7 @@ func (x *Close) String() string {
 func (*Close) ProtoMessage() {}
 
 func (x *Close) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[28]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2428,7 +2789,7 @@ func (x *Close) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Close.ProtoReflect.Descriptor instead.
 func (*Close) Descriptor() ([]byte, []int) {
-	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{28}
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *Close) GetCode() string {
@@ -2452,6 +2813,419 @@ func (x *Close) GetRetryAfterS() uint32 {
 	return 0
 }
 
+type TunnelFrame struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Types that are valid to be assigned to Frame:
+	//
+	//	*TunnelFrame_Open
+	//	*TunnelFrame_Data
+	//	*TunnelFrame_Close
+	Frame         isTunnelFrame_Frame `protobuf_oneof:"frame"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TunnelFrame) Reset() {
+	*x = TunnelFrame{}
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[34]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TunnelFrame) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TunnelFrame) ProtoMessage() {}
+
+func (x *TunnelFrame) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[34]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TunnelFrame.ProtoReflect.Descriptor instead.
+func (*TunnelFrame) Descriptor() ([]byte, []int) {
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{34}
+}
+
+func (x *TunnelFrame) GetFrame() isTunnelFrame_Frame {
+	if x != nil {
+		return x.Frame
+	}
+	return nil
+}
+
+func (x *TunnelFrame) GetOpen() *TunnelOpen {
+	if x != nil {
+		if x, ok := x.Frame.(*TunnelFrame_Open); ok {
+			return x.Open
+		}
+	}
+	return nil
+}
+
+func (x *TunnelFrame) GetData() []byte {
+	if x != nil {
+		if x, ok := x.Frame.(*TunnelFrame_Data); ok {
+			return x.Data
+		}
+	}
+	return nil
+}
+
+func (x *TunnelFrame) GetClose() *TunnelClose {
+	if x != nil {
+		if x, ok := x.Frame.(*TunnelFrame_Close); ok {
+			return x.Close
+		}
+	}
+	return nil
+}
+
+type isTunnelFrame_Frame interface {
+	isTunnelFrame_Frame()
+}
+
+type TunnelFrame_Open struct {
+	Open *TunnelOpen `protobuf:"bytes,1,opt,name=open,proto3,oneof"`
+}
+
+type TunnelFrame_Data struct {
+	Data []byte `protobuf:"bytes,2,opt,name=data,proto3,oneof"`
+}
+
+type TunnelFrame_Close struct {
+	Close *TunnelClose `protobuf:"bytes,3,opt,name=close,proto3,oneof"`
+}
+
+func (*TunnelFrame_Open) isTunnelFrame_Frame() {}
+
+func (*TunnelFrame_Data) isTunnelFrame_Frame() {}
+
+func (*TunnelFrame_Close) isTunnelFrame_Frame() {}
+
+type TunnelOpen struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	CommandId     string                 `protobuf:"bytes,1,opt,name=command_id,json=commandId,proto3" json:"command_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TunnelOpen) Reset() {
+	*x = TunnelOpen{}
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[35]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TunnelOpen) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TunnelOpen) ProtoMessage() {}
+
+func (x *TunnelOpen) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[35]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TunnelOpen.ProtoReflect.Descriptor instead.
+func (*TunnelOpen) Descriptor() ([]byte, []int) {
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{35}
+}
+
+func (x *TunnelOpen) GetCommandId() string {
+	if x != nil {
+		return x.CommandId
+	}
+	return ""
+}
+
+// TunnelClose ends a tunnel; an absent error is a plain end.
+type TunnelClose struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Error         *Error                 `protobuf:"bytes,1,opt,name=error,proto3" json:"error,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *TunnelClose) Reset() {
+	*x = TunnelClose{}
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[36]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *TunnelClose) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*TunnelClose) ProtoMessage() {}
+
+func (x *TunnelClose) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[36]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use TunnelClose.ProtoReflect.Descriptor instead.
+func (*TunnelClose) Descriptor() ([]byte, []int) {
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{36}
+}
+
+func (x *TunnelClose) GetError() *Error {
+	if x != nil {
+		return x.Error
+	}
+	return nil
+}
+
+type HttpHeader struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	Value         string                 `protobuf:"bytes,2,opt,name=value,proto3" json:"value,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HttpHeader) Reset() {
+	*x = HttpHeader{}
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[37]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HttpHeader) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HttpHeader) ProtoMessage() {}
+
+func (x *HttpHeader) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[37]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HttpHeader.ProtoReflect.Descriptor instead.
+func (*HttpHeader) Descriptor() ([]byte, []int) {
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{37}
+}
+
+func (x *HttpHeader) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *HttpHeader) GetValue() string {
+	if x != nil {
+		return x.Value
+	}
+	return ""
+}
+
+// HttpProxyRequest is the argument of site.httpProxy: one request to a host of
+// the site that is no BMC. The answer's body travels in the command's tunnel.
+type HttpProxyRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// GET, HEAD, POST, PUT, PATCH or DELETE.
+	Method  string        `protobuf:"bytes,1,opt,name=method,proto3" json:"method,omitempty"`
+	Url     string        `protobuf:"bytes,2,opt,name=url,proto3" json:"url,omitempty"`
+	Headers []*HttpHeader `protobuf:"bytes,3,rep,name=headers,proto3" json:"headers,omitempty"`
+	Body    []byte        `protobuf:"bytes,4,opt,name=body,proto3" json:"body,omitempty"`
+	// How many redirects to follow, each checked like the URL itself; at most 5.
+	Redirects uint32 `protobuf:"varint,5,opt,name=redirects,proto3" json:"redirects,omitempty"`
+	// The most bytes of the answer's body; 0 stands for 64 MiB.
+	MaxBodyBytes uint64 `protobuf:"varint,6,opt,name=max_body_bytes,json=maxBodyBytes,proto3" json:"max_body_bytes,omitempty"`
+	// Hex SHA-256 of the server's public key; empty: the site's authorities decide.
+	TlsSpkiSha256 string `protobuf:"bytes,7,opt,name=tls_spki_sha256,json=tlsSpkiSha256,proto3" json:"tls_spki_sha256,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HttpProxyRequest) Reset() {
+	*x = HttpProxyRequest{}
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[38]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HttpProxyRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HttpProxyRequest) ProtoMessage() {}
+
+func (x *HttpProxyRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[38]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HttpProxyRequest.ProtoReflect.Descriptor instead.
+func (*HttpProxyRequest) Descriptor() ([]byte, []int) {
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{38}
+}
+
+func (x *HttpProxyRequest) GetMethod() string {
+	if x != nil {
+		return x.Method
+	}
+	return ""
+}
+
+func (x *HttpProxyRequest) GetUrl() string {
+	if x != nil {
+		return x.Url
+	}
+	return ""
+}
+
+func (x *HttpProxyRequest) GetHeaders() []*HttpHeader {
+	if x != nil {
+		return x.Headers
+	}
+	return nil
+}
+
+func (x *HttpProxyRequest) GetBody() []byte {
+	if x != nil {
+		return x.Body
+	}
+	return nil
+}
+
+func (x *HttpProxyRequest) GetRedirects() uint32 {
+	if x != nil {
+		return x.Redirects
+	}
+	return 0
+}
+
+func (x *HttpProxyRequest) GetMaxBodyBytes() uint64 {
+	if x != nil {
+		return x.MaxBodyBytes
+	}
+	return 0
+}
+
+func (x *HttpProxyRequest) GetTlsSpkiSha256() string {
+	if x != nil {
+		return x.TlsSpkiSha256
+	}
+	return ""
+}
+
+type HttpProxyResult struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Status        uint32                 `protobuf:"varint,1,opt,name=status,proto3" json:"status,omitempty"`
+	Headers       []*HttpHeader          `protobuf:"bytes,2,rep,name=headers,proto3" json:"headers,omitempty"`
+	BodyBytes     uint64                 `protobuf:"varint,3,opt,name=body_bytes,json=bodyBytes,proto3" json:"body_bytes,omitempty"`
+	BodySha256    string                 `protobuf:"bytes,4,opt,name=body_sha256,json=bodySha256,proto3" json:"body_sha256,omitempty"`
+	FinalUrl      string                 `protobuf:"bytes,5,opt,name=final_url,json=finalUrl,proto3" json:"final_url,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *HttpProxyResult) Reset() {
+	*x = HttpProxyResult{}
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[39]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *HttpProxyResult) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*HttpProxyResult) ProtoMessage() {}
+
+func (x *HttpProxyResult) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[39]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use HttpProxyResult.ProtoReflect.Descriptor instead.
+func (*HttpProxyResult) Descriptor() ([]byte, []int) {
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{39}
+}
+
+func (x *HttpProxyResult) GetStatus() uint32 {
+	if x != nil {
+		return x.Status
+	}
+	return 0
+}
+
+func (x *HttpProxyResult) GetHeaders() []*HttpHeader {
+	if x != nil {
+		return x.Headers
+	}
+	return nil
+}
+
+func (x *HttpProxyResult) GetBodyBytes() uint64 {
+	if x != nil {
+		return x.BodyBytes
+	}
+	return 0
+}
+
+func (x *HttpProxyResult) GetBodySha256() string {
+	if x != nil {
+		return x.BodySha256
+	}
+	return ""
+}
+
+func (x *HttpProxyResult) GetFinalUrl() string {
+	if x != nil {
+		return x.FinalUrl
+	}
+	return ""
+}
+
 type ResolveRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Refs          []string               `protobuf:"bytes,1,rep,name=refs,proto3" json:"refs,omitempty"`
@@ -2462,7 +3236,7 @@ type ResolveRequest struct {
 
 func (x *ResolveRequest) Reset() {
 	*x = ResolveRequest{}
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[29]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2474,7 +3248,7 @@ func (x *ResolveRequest) String() string {
 func (*ResolveRequest) ProtoMessage() {}
 
 func (x *ResolveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[29]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2487,7 +3261,7 @@ func (x *ResolveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResolveRequest.ProtoReflect.Descriptor instead.
 func (*ResolveRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{29}
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *ResolveRequest) GetRefs() []string {
@@ -2513,7 +3287,7 @@ type ResolveResponse struct {
 
 func (x *ResolveResponse) Reset() {
 	*x = ResolveResponse{}
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[30]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2525,7 +3299,7 @@ func (x *ResolveResponse) String() string {
 func (*ResolveResponse) ProtoMessage() {}
 
 func (x *ResolveResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[30]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2538,7 +3312,7 @@ func (x *ResolveResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ResolveResponse.ProtoReflect.Descriptor instead.
 func (*ResolveResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{30}
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *ResolveResponse) GetValues() map[string][]byte {
@@ -2559,7 +3333,7 @@ type LocateRequest struct {
 
 func (x *LocateRequest) Reset() {
 	*x = LocateRequest{}
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[31]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2571,7 +3345,7 @@ func (x *LocateRequest) String() string {
 func (*LocateRequest) ProtoMessage() {}
 
 func (x *LocateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[31]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2584,7 +3358,7 @@ func (x *LocateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LocateRequest.ProtoReflect.Descriptor instead.
 func (*LocateRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{31}
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *LocateRequest) GetRef() string {
@@ -2621,7 +3395,7 @@ type LocateResponse struct {
 
 func (x *LocateResponse) Reset() {
 	*x = LocateResponse{}
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[32]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2633,7 +3407,7 @@ func (x *LocateResponse) String() string {
 func (*LocateResponse) ProtoMessage() {}
 
 func (x *LocateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[32]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2646,7 +3420,7 @@ func (x *LocateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use LocateResponse.ProtoReflect.Descriptor instead.
 func (*LocateResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{32}
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *LocateResponse) GetSha256() string {
@@ -2713,7 +3487,7 @@ type GetSpecRequest struct {
 
 func (x *GetSpecRequest) Reset() {
 	*x = GetSpecRequest{}
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[33]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2725,7 +3499,7 @@ func (x *GetSpecRequest) String() string {
 func (*GetSpecRequest) ProtoMessage() {}
 
 func (x *GetSpecRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[33]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2738,7 +3512,7 @@ func (x *GetSpecRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSpecRequest.ProtoReflect.Descriptor instead.
 func (*GetSpecRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{33}
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{44}
 }
 
 type GetSpecResponse struct {
@@ -2750,7 +3524,7 @@ type GetSpecResponse struct {
 
 func (x *GetSpecResponse) Reset() {
 	*x = GetSpecResponse{}
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[34]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2762,7 +3536,7 @@ func (x *GetSpecResponse) String() string {
 func (*GetSpecResponse) ProtoMessage() {}
 
 func (x *GetSpecResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[34]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2775,7 +3549,7 @@ func (x *GetSpecResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetSpecResponse.ProtoReflect.Descriptor instead.
 func (*GetSpecResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{34}
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *GetSpecResponse) GetSpec() *NodeSpec {
@@ -2801,7 +3575,7 @@ type NodeSpec struct {
 
 func (x *NodeSpec) Reset() {
 	*x = NodeSpec{}
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[35]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2813,7 +3587,7 @@ func (x *NodeSpec) String() string {
 func (*NodeSpec) ProtoMessage() {}
 
 func (x *NodeSpec) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[35]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2826,7 +3600,7 @@ func (x *NodeSpec) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use NodeSpec.ProtoReflect.Descriptor instead.
 func (*NodeSpec) Descriptor() ([]byte, []int) {
-	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{35}
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *NodeSpec) GetMachineId() string {
@@ -2883,7 +3657,7 @@ type DriverBinding struct {
 
 func (x *DriverBinding) Reset() {
 	*x = DriverBinding{}
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[36]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2895,7 +3669,7 @@ func (x *DriverBinding) String() string {
 func (*DriverBinding) ProtoMessage() {}
 
 func (x *DriverBinding) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[36]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2908,7 +3682,7 @@ func (x *DriverBinding) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DriverBinding.ProtoReflect.Descriptor instead.
 func (*DriverBinding) Descriptor() ([]byte, []int) {
-	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{36}
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *DriverBinding) GetDriver() string {
@@ -2942,7 +3716,7 @@ type InstanceSpec struct {
 
 func (x *InstanceSpec) Reset() {
 	*x = InstanceSpec{}
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[37]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2954,7 +3728,7 @@ func (x *InstanceSpec) String() string {
 func (*InstanceSpec) ProtoMessage() {}
 
 func (x *InstanceSpec) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[37]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2967,7 +3741,7 @@ func (x *InstanceSpec) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InstanceSpec.ProtoReflect.Descriptor instead.
 func (*InstanceSpec) Descriptor() ([]byte, []int) {
-	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{37}
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *InstanceSpec) GetInstanceId() string {
@@ -3015,7 +3789,7 @@ type InstanceApplyRequest struct {
 
 func (x *InstanceApplyRequest) Reset() {
 	*x = InstanceApplyRequest{}
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[38]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3027,7 +3801,7 @@ func (x *InstanceApplyRequest) String() string {
 func (*InstanceApplyRequest) ProtoMessage() {}
 
 func (x *InstanceApplyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[38]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3040,7 +3814,7 @@ func (x *InstanceApplyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InstanceApplyRequest.ProtoReflect.Descriptor instead.
 func (*InstanceApplyRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{38}
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{49}
 }
 
 func (x *InstanceApplyRequest) GetInstance() *InstanceSpec {
@@ -3061,7 +3835,7 @@ type InstanceRemoveRequest struct {
 
 func (x *InstanceRemoveRequest) Reset() {
 	*x = InstanceRemoveRequest{}
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[39]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[50]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3073,7 +3847,7 @@ func (x *InstanceRemoveRequest) String() string {
 func (*InstanceRemoveRequest) ProtoMessage() {}
 
 func (x *InstanceRemoveRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[39]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[50]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3086,7 +3860,7 @@ func (x *InstanceRemoveRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InstanceRemoveRequest.ProtoReflect.Descriptor instead.
 func (*InstanceRemoveRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{39}
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{50}
 }
 
 func (x *InstanceRemoveRequest) GetInstanceId() string {
@@ -3112,7 +3886,7 @@ type InstanceListRequest struct {
 
 func (x *InstanceListRequest) Reset() {
 	*x = InstanceListRequest{}
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[40]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[51]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3124,7 +3898,7 @@ func (x *InstanceListRequest) String() string {
 func (*InstanceListRequest) ProtoMessage() {}
 
 func (x *InstanceListRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[40]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[51]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3137,7 +3911,7 @@ func (x *InstanceListRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InstanceListRequest.ProtoReflect.Descriptor instead.
 func (*InstanceListRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{40}
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{51}
 }
 
 type InstanceStatus struct {
@@ -3156,7 +3930,7 @@ type InstanceStatus struct {
 
 func (x *InstanceStatus) Reset() {
 	*x = InstanceStatus{}
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[41]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[52]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3168,7 +3942,7 @@ func (x *InstanceStatus) String() string {
 func (*InstanceStatus) ProtoMessage() {}
 
 func (x *InstanceStatus) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[41]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[52]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3181,7 +3955,7 @@ func (x *InstanceStatus) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InstanceStatus.ProtoReflect.Descriptor instead.
 func (*InstanceStatus) Descriptor() ([]byte, []int) {
-	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{41}
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{52}
 }
 
 func (x *InstanceStatus) GetInstanceId() string {
@@ -3236,7 +4010,7 @@ type InstanceResult struct {
 
 func (x *InstanceResult) Reset() {
 	*x = InstanceResult{}
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[42]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[53]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3248,7 +4022,7 @@ func (x *InstanceResult) String() string {
 func (*InstanceResult) ProtoMessage() {}
 
 func (x *InstanceResult) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[42]
+	mi := &file_appliance_api_agentv1_agent_proto_msgTypes[53]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3261,7 +4035,7 @@ func (x *InstanceResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InstanceResult.ProtoReflect.Descriptor instead.
 func (*InstanceResult) Descriptor() ([]byte, []int) {
-	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{42}
+	return file_appliance_api_agentv1_agent_proto_rawDescGZIP(), []int{53}
 }
 
 func (x *InstanceResult) GetInstances() []*InstanceStatus {
@@ -3416,7 +4190,7 @@ const file_appliance_api_agentv1_agent_proto_rawDesc = "" +
 	"\rSignedCommand\x12\x18\n" +
 	"\apayload\x18\x01 \x01(\fR\apayload\x12\x15\n" +
 	"\x06key_id\x18\x02 \x01(\tR\x05keyId\x12\x1c\n" +
-	"\tsignature\x18\x03 \x01(\fR\tsignature\"\xa9\x03\n" +
+	"\tsignature\x18\x03 \x01(\fR\tsignature\"\xe6\x03\n" +
 	"\x0eCommandPayload\x12\x1d\n" +
 	"\n" +
 	"command_id\x18\x01 \x01(\tR\tcommandId\x12\x12\n" +
@@ -3437,7 +4211,39 @@ const file_appliance_api_agentv1_agent_proto_rawDesc = "" +
 	"\vtraceparent\x18\f \x01(\tR\vtraceparent\x12\x1f\n" +
 	"\vsecret_refs\x18\r \x03(\tR\n" +
 	"secretRefs\x12\x12\n" +
-	"\x04args\x18\x0e \x01(\fR\x04args\"+\n" +
+	"\x04args\x18\x0e \x01(\fR\x04args\x12;\n" +
+	"\x05grant\x18\x0f \x01(\v2%.bettercompute.agent.v1.GrantCitationR\x05grant\"\xf8\x02\n" +
+	"\x05Grant\x12\x19\n" +
+	"\bgrant_id\x18\x01 \x01(\tR\agrantId\x12F\n" +
+	"\n" +
+	"operations\x18\x02 \x03(\v2&.bettercompute.agent.v1.GrantOperationR\n" +
+	"operations\x12!\n" +
+	"\ftargets_root\x18\x03 \x01(\fR\vtargetsRoot\x12!\n" +
+	"\ftarget_count\x18\x04 \x01(\rR\vtargetCount\x12'\n" +
+	"\x0fartifact_sha256\x18\x05 \x03(\tR\x0eartifactSha256\x12&\n" +
+	"\x0fuses_per_target\x18\x06 \x01(\rR\rusesPerTarget\x12\"\n" +
+	"\rnot_before_ms\x18\a \x01(\x03R\vnotBeforeMs\x12 \n" +
+	"\fnot_after_ms\x18\b \x01(\x03R\n" +
+	"notAfterMs\x12\x16\n" +
+	"\x06reason\x18\t \x01(\tR\x06reason\x12\x17\n" +
+	"\asite_id\x18\n" +
+	" \x01(\tR\x06siteId\"Z\n" +
+	"\x0eGrantOperation\x12\x12\n" +
+	"\x04kind\x18\x01 \x01(\tR\x04kind\x12\x1c\n" +
+	"\toperation\x18\x02 \x01(\tR\toperation\x12\x16\n" +
+	"\x06action\x18\x03 \x01(\tR\x06action\"j\n" +
+	"\vSignedGrant\x12\x18\n" +
+	"\apayload\x18\x01 \x01(\fR\apayload\x12A\n" +
+	"\n" +
+	"signatures\x18\x02 \x03(\v2!.bettercompute.agent.v1.SignatureR\n" +
+	"signatures\"O\n" +
+	"\vTargetProof\x12\x16\n" +
+	"\x06target\x18\x01 \x01(\tR\x06target\x12\x14\n" +
+	"\x05index\x18\x02 \x01(\rR\x05index\x12\x12\n" +
+	"\x04path\x18\x03 \x03(\fR\x04path\"\x89\x01\n" +
+	"\rGrantCitation\x129\n" +
+	"\x05grant\x18\x01 \x01(\v2#.bettercompute.agent.v1.SignedGrantR\x05grant\x12=\n" +
+	"\atargets\x18\x02 \x03(\v2#.bettercompute.agent.v1.TargetProofR\atargets\"+\n" +
 	"\n" +
 	"CommandAck\x12\x1d\n" +
 	"\n" +
@@ -3487,7 +4293,38 @@ const file_appliance_api_agentv1_agent_proto_rawDesc = "" +
 	"\x05Close\x12\x12\n" +
 	"\x04code\x18\x01 \x01(\tR\x04code\x12\x18\n" +
 	"\amessage\x18\x02 \x01(\tR\amessage\x12\"\n" +
-	"\rretry_after_s\x18\x03 \x01(\rR\vretryAfterS\"C\n" +
+	"\rretry_after_s\x18\x03 \x01(\rR\vretryAfterS\"\xa3\x01\n" +
+	"\vTunnelFrame\x128\n" +
+	"\x04open\x18\x01 \x01(\v2\".bettercompute.agent.v1.TunnelOpenH\x00R\x04open\x12\x14\n" +
+	"\x04data\x18\x02 \x01(\fH\x00R\x04data\x12;\n" +
+	"\x05close\x18\x03 \x01(\v2#.bettercompute.agent.v1.TunnelCloseH\x00R\x05closeB\a\n" +
+	"\x05frame\"+\n" +
+	"\n" +
+	"TunnelOpen\x12\x1d\n" +
+	"\n" +
+	"command_id\x18\x01 \x01(\tR\tcommandId\"B\n" +
+	"\vTunnelClose\x123\n" +
+	"\x05error\x18\x01 \x01(\v2\x1d.bettercompute.agent.v1.ErrorR\x05error\"6\n" +
+	"\n" +
+	"HttpHeader\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value\"\xfa\x01\n" +
+	"\x10HttpProxyRequest\x12\x16\n" +
+	"\x06method\x18\x01 \x01(\tR\x06method\x12\x10\n" +
+	"\x03url\x18\x02 \x01(\tR\x03url\x12<\n" +
+	"\aheaders\x18\x03 \x03(\v2\".bettercompute.agent.v1.HttpHeaderR\aheaders\x12\x12\n" +
+	"\x04body\x18\x04 \x01(\fR\x04body\x12\x1c\n" +
+	"\tredirects\x18\x05 \x01(\rR\tredirects\x12$\n" +
+	"\x0emax_body_bytes\x18\x06 \x01(\x04R\fmaxBodyBytes\x12&\n" +
+	"\x0ftls_spki_sha256\x18\a \x01(\tR\rtlsSpkiSha256\"\xc4\x01\n" +
+	"\x0fHttpProxyResult\x12\x16\n" +
+	"\x06status\x18\x01 \x01(\rR\x06status\x12<\n" +
+	"\aheaders\x18\x02 \x03(\v2\".bettercompute.agent.v1.HttpHeaderR\aheaders\x12\x1d\n" +
+	"\n" +
+	"body_bytes\x18\x03 \x01(\x04R\tbodyBytes\x12\x1f\n" +
+	"\vbody_sha256\x18\x04 \x01(\tR\n" +
+	"bodySha256\x12\x1b\n" +
+	"\tfinal_url\x18\x05 \x01(\tR\bfinalUrl\"C\n" +
 	"\x0eResolveRequest\x12\x12\n" +
 	"\x04refs\x18\x01 \x03(\tR\x04refs\x12\x1d\n" +
 	"\n" +
@@ -3568,7 +4405,9 @@ const file_appliance_api_agentv1_agent_proto_rawDesc = "" +
 	"\x06Enroll\x12%.bettercompute.agent.v1.EnrollRequest\x1a&.bettercompute.agent.v1.EnrollResponse\x12T\n" +
 	"\x05Renew\x12$.bettercompute.agent.v1.RenewRequest\x1a%.bettercompute.agent.v1.RenewResponse2i\n" +
 	"\x0eSessionService\x12W\n" +
-	"\aConnect\x12\".bettercompute.agent.v1.AgentFrame\x1a$.bettercompute.agent.v1.GatewayFrame(\x010\x012k\n" +
+	"\aConnect\x12\".bettercompute.agent.v1.AgentFrame\x1a$.bettercompute.agent.v1.GatewayFrame(\x010\x012g\n" +
+	"\rTunnelService\x12V\n" +
+	"\x06Tunnel\x12#.bettercompute.agent.v1.TunnelFrame\x1a#.bettercompute.agent.v1.TunnelFrame(\x010\x012k\n" +
 	"\rSecretService\x12Z\n" +
 	"\aResolve\x12&.bettercompute.agent.v1.ResolveRequest\x1a'.bettercompute.agent.v1.ResolveResponse2j\n" +
 	"\x0fArtifactService\x12W\n" +
@@ -3589,7 +4428,7 @@ func file_appliance_api_agentv1_agent_proto_rawDescGZIP() []byte {
 }
 
 var file_appliance_api_agentv1_agent_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_appliance_api_agentv1_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 47)
+var file_appliance_api_agentv1_agent_proto_msgTypes = make([]protoimpl.MessageInfo, 58)
 var file_appliance_api_agentv1_agent_proto_goTypes = []any{
 	(Role)(0),                     // 0: bettercompute.agent.v1.Role
 	(*Signature)(nil),             // 1: bettercompute.agent.v1.Signature
@@ -3610,35 +4449,46 @@ var file_appliance_api_agentv1_agent_proto_goTypes = []any{
 	(*Welcome)(nil),               // 16: bettercompute.agent.v1.Welcome
 	(*SignedCommand)(nil),         // 17: bettercompute.agent.v1.SignedCommand
 	(*CommandPayload)(nil),        // 18: bettercompute.agent.v1.CommandPayload
-	(*CommandAck)(nil),            // 19: bettercompute.agent.v1.CommandAck
-	(*CommandProgress)(nil),       // 20: bettercompute.agent.v1.CommandProgress
-	(*CommandResult)(nil),         // 21: bettercompute.agent.v1.CommandResult
-	(*Error)(nil),                 // 22: bettercompute.agent.v1.Error
-	(*Cancel)(nil),                // 23: bettercompute.agent.v1.Cancel
-	(*ResultAck)(nil),             // 24: bettercompute.agent.v1.ResultAck
-	(*Event)(nil),                 // 25: bettercompute.agent.v1.Event
-	(*EventAck)(nil),              // 26: bettercompute.agent.v1.EventAck
-	(*Credit)(nil),                // 27: bettercompute.agent.v1.Credit
-	(*Heartbeat)(nil),             // 28: bettercompute.agent.v1.Heartbeat
-	(*Close)(nil),                 // 29: bettercompute.agent.v1.Close
-	(*ResolveRequest)(nil),        // 30: bettercompute.agent.v1.ResolveRequest
-	(*ResolveResponse)(nil),       // 31: bettercompute.agent.v1.ResolveResponse
-	(*LocateRequest)(nil),         // 32: bettercompute.agent.v1.LocateRequest
-	(*LocateResponse)(nil),        // 33: bettercompute.agent.v1.LocateResponse
-	(*GetSpecRequest)(nil),        // 34: bettercompute.agent.v1.GetSpecRequest
-	(*GetSpecResponse)(nil),       // 35: bettercompute.agent.v1.GetSpecResponse
-	(*NodeSpec)(nil),              // 36: bettercompute.agent.v1.NodeSpec
-	(*DriverBinding)(nil),         // 37: bettercompute.agent.v1.DriverBinding
-	(*InstanceSpec)(nil),          // 38: bettercompute.agent.v1.InstanceSpec
-	(*InstanceApplyRequest)(nil),  // 39: bettercompute.agent.v1.InstanceApplyRequest
-	(*InstanceRemoveRequest)(nil), // 40: bettercompute.agent.v1.InstanceRemoveRequest
-	(*InstanceListRequest)(nil),   // 41: bettercompute.agent.v1.InstanceListRequest
-	(*InstanceStatus)(nil),        // 42: bettercompute.agent.v1.InstanceStatus
-	(*InstanceResult)(nil),        // 43: bettercompute.agent.v1.InstanceResult
-	nil,                           // 44: bettercompute.agent.v1.Hello.LanesEntry
-	nil,                           // 45: bettercompute.agent.v1.Credit.LanesEntry
-	nil,                           // 46: bettercompute.agent.v1.ResolveResponse.ValuesEntry
-	nil,                           // 47: bettercompute.agent.v1.NodeSpec.DriversEntry
+	(*Grant)(nil),                 // 19: bettercompute.agent.v1.Grant
+	(*GrantOperation)(nil),        // 20: bettercompute.agent.v1.GrantOperation
+	(*SignedGrant)(nil),           // 21: bettercompute.agent.v1.SignedGrant
+	(*TargetProof)(nil),           // 22: bettercompute.agent.v1.TargetProof
+	(*GrantCitation)(nil),         // 23: bettercompute.agent.v1.GrantCitation
+	(*CommandAck)(nil),            // 24: bettercompute.agent.v1.CommandAck
+	(*CommandProgress)(nil),       // 25: bettercompute.agent.v1.CommandProgress
+	(*CommandResult)(nil),         // 26: bettercompute.agent.v1.CommandResult
+	(*Error)(nil),                 // 27: bettercompute.agent.v1.Error
+	(*Cancel)(nil),                // 28: bettercompute.agent.v1.Cancel
+	(*ResultAck)(nil),             // 29: bettercompute.agent.v1.ResultAck
+	(*Event)(nil),                 // 30: bettercompute.agent.v1.Event
+	(*EventAck)(nil),              // 31: bettercompute.agent.v1.EventAck
+	(*Credit)(nil),                // 32: bettercompute.agent.v1.Credit
+	(*Heartbeat)(nil),             // 33: bettercompute.agent.v1.Heartbeat
+	(*Close)(nil),                 // 34: bettercompute.agent.v1.Close
+	(*TunnelFrame)(nil),           // 35: bettercompute.agent.v1.TunnelFrame
+	(*TunnelOpen)(nil),            // 36: bettercompute.agent.v1.TunnelOpen
+	(*TunnelClose)(nil),           // 37: bettercompute.agent.v1.TunnelClose
+	(*HttpHeader)(nil),            // 38: bettercompute.agent.v1.HttpHeader
+	(*HttpProxyRequest)(nil),      // 39: bettercompute.agent.v1.HttpProxyRequest
+	(*HttpProxyResult)(nil),       // 40: bettercompute.agent.v1.HttpProxyResult
+	(*ResolveRequest)(nil),        // 41: bettercompute.agent.v1.ResolveRequest
+	(*ResolveResponse)(nil),       // 42: bettercompute.agent.v1.ResolveResponse
+	(*LocateRequest)(nil),         // 43: bettercompute.agent.v1.LocateRequest
+	(*LocateResponse)(nil),        // 44: bettercompute.agent.v1.LocateResponse
+	(*GetSpecRequest)(nil),        // 45: bettercompute.agent.v1.GetSpecRequest
+	(*GetSpecResponse)(nil),       // 46: bettercompute.agent.v1.GetSpecResponse
+	(*NodeSpec)(nil),              // 47: bettercompute.agent.v1.NodeSpec
+	(*DriverBinding)(nil),         // 48: bettercompute.agent.v1.DriverBinding
+	(*InstanceSpec)(nil),          // 49: bettercompute.agent.v1.InstanceSpec
+	(*InstanceApplyRequest)(nil),  // 50: bettercompute.agent.v1.InstanceApplyRequest
+	(*InstanceRemoveRequest)(nil), // 51: bettercompute.agent.v1.InstanceRemoveRequest
+	(*InstanceListRequest)(nil),   // 52: bettercompute.agent.v1.InstanceListRequest
+	(*InstanceStatus)(nil),        // 53: bettercompute.agent.v1.InstanceStatus
+	(*InstanceResult)(nil),        // 54: bettercompute.agent.v1.InstanceResult
+	nil,                           // 55: bettercompute.agent.v1.Hello.LanesEntry
+	nil,                           // 56: bettercompute.agent.v1.Credit.LanesEntry
+	nil,                           // 57: bettercompute.agent.v1.ResolveResponse.ValuesEntry
+	nil,                           // 58: bettercompute.agent.v1.NodeSpec.DriversEntry
 }
 var file_appliance_api_agentv1_agent_proto_depIdxs = []int32{
 	1,  // 0: bettercompute.agent.v1.SignedBundle.signatures:type_name -> bettercompute.agent.v1.Signature
@@ -3647,49 +4497,61 @@ var file_appliance_api_agentv1_agent_proto_depIdxs = []int32{
 	0,  // 3: bettercompute.agent.v1.EnrollRequest.role:type_name -> bettercompute.agent.v1.Role
 	2,  // 4: bettercompute.agent.v1.EnrollResponse.bundle:type_name -> bettercompute.agent.v1.SignedBundle
 	13, // 5: bettercompute.agent.v1.AgentFrame.hello:type_name -> bettercompute.agent.v1.Hello
-	19, // 6: bettercompute.agent.v1.AgentFrame.ack:type_name -> bettercompute.agent.v1.CommandAck
-	20, // 7: bettercompute.agent.v1.AgentFrame.progress:type_name -> bettercompute.agent.v1.CommandProgress
-	21, // 8: bettercompute.agent.v1.AgentFrame.result:type_name -> bettercompute.agent.v1.CommandResult
-	25, // 9: bettercompute.agent.v1.AgentFrame.event:type_name -> bettercompute.agent.v1.Event
-	27, // 10: bettercompute.agent.v1.AgentFrame.credit:type_name -> bettercompute.agent.v1.Credit
-	28, // 11: bettercompute.agent.v1.AgentFrame.heartbeat:type_name -> bettercompute.agent.v1.Heartbeat
+	24, // 6: bettercompute.agent.v1.AgentFrame.ack:type_name -> bettercompute.agent.v1.CommandAck
+	25, // 7: bettercompute.agent.v1.AgentFrame.progress:type_name -> bettercompute.agent.v1.CommandProgress
+	26, // 8: bettercompute.agent.v1.AgentFrame.result:type_name -> bettercompute.agent.v1.CommandResult
+	30, // 9: bettercompute.agent.v1.AgentFrame.event:type_name -> bettercompute.agent.v1.Event
+	32, // 10: bettercompute.agent.v1.AgentFrame.credit:type_name -> bettercompute.agent.v1.Credit
+	33, // 11: bettercompute.agent.v1.AgentFrame.heartbeat:type_name -> bettercompute.agent.v1.Heartbeat
 	16, // 12: bettercompute.agent.v1.GatewayFrame.welcome:type_name -> bettercompute.agent.v1.Welcome
 	17, // 13: bettercompute.agent.v1.GatewayFrame.command:type_name -> bettercompute.agent.v1.SignedCommand
-	23, // 14: bettercompute.agent.v1.GatewayFrame.cancel:type_name -> bettercompute.agent.v1.Cancel
-	24, // 15: bettercompute.agent.v1.GatewayFrame.result_ack:type_name -> bettercompute.agent.v1.ResultAck
-	26, // 16: bettercompute.agent.v1.GatewayFrame.event_ack:type_name -> bettercompute.agent.v1.EventAck
-	29, // 17: bettercompute.agent.v1.GatewayFrame.close:type_name -> bettercompute.agent.v1.Close
-	28, // 18: bettercompute.agent.v1.GatewayFrame.heartbeat:type_name -> bettercompute.agent.v1.Heartbeat
+	28, // 14: bettercompute.agent.v1.GatewayFrame.cancel:type_name -> bettercompute.agent.v1.Cancel
+	29, // 15: bettercompute.agent.v1.GatewayFrame.result_ack:type_name -> bettercompute.agent.v1.ResultAck
+	31, // 16: bettercompute.agent.v1.GatewayFrame.event_ack:type_name -> bettercompute.agent.v1.EventAck
+	34, // 17: bettercompute.agent.v1.GatewayFrame.close:type_name -> bettercompute.agent.v1.Close
+	33, // 18: bettercompute.agent.v1.GatewayFrame.heartbeat:type_name -> bettercompute.agent.v1.Heartbeat
 	0,  // 19: bettercompute.agent.v1.Hello.role:type_name -> bettercompute.agent.v1.Role
 	14, // 20: bettercompute.agent.v1.Hello.drivers:type_name -> bettercompute.agent.v1.AdvertisedDriver
-	44, // 21: bettercompute.agent.v1.Hello.lanes:type_name -> bettercompute.agent.v1.Hello.LanesEntry
+	55, // 21: bettercompute.agent.v1.Hello.lanes:type_name -> bettercompute.agent.v1.Hello.LanesEntry
 	15, // 22: bettercompute.agent.v1.Hello.open:type_name -> bettercompute.agent.v1.OpenCommand
 	2,  // 23: bettercompute.agent.v1.Welcome.bundles:type_name -> bettercompute.agent.v1.SignedBundle
-	22, // 24: bettercompute.agent.v1.CommandResult.error:type_name -> bettercompute.agent.v1.Error
-	45, // 25: bettercompute.agent.v1.Credit.lanes:type_name -> bettercompute.agent.v1.Credit.LanesEntry
-	46, // 26: bettercompute.agent.v1.ResolveResponse.values:type_name -> bettercompute.agent.v1.ResolveResponse.ValuesEntry
-	36, // 27: bettercompute.agent.v1.GetSpecResponse.spec:type_name -> bettercompute.agent.v1.NodeSpec
-	47, // 28: bettercompute.agent.v1.NodeSpec.drivers:type_name -> bettercompute.agent.v1.NodeSpec.DriversEntry
-	38, // 29: bettercompute.agent.v1.InstanceApplyRequest.instance:type_name -> bettercompute.agent.v1.InstanceSpec
-	42, // 30: bettercompute.agent.v1.InstanceResult.instances:type_name -> bettercompute.agent.v1.InstanceStatus
-	37, // 31: bettercompute.agent.v1.NodeSpec.DriversEntry.value:type_name -> bettercompute.agent.v1.DriverBinding
-	5,  // 32: bettercompute.agent.v1.EnrolmentService.Enroll:input_type -> bettercompute.agent.v1.EnrollRequest
-	7,  // 33: bettercompute.agent.v1.EnrolmentService.Renew:input_type -> bettercompute.agent.v1.RenewRequest
-	11, // 34: bettercompute.agent.v1.SessionService.Connect:input_type -> bettercompute.agent.v1.AgentFrame
-	30, // 35: bettercompute.agent.v1.SecretService.Resolve:input_type -> bettercompute.agent.v1.ResolveRequest
-	32, // 36: bettercompute.agent.v1.ArtifactService.Locate:input_type -> bettercompute.agent.v1.LocateRequest
-	34, // 37: bettercompute.agent.v1.NodeService.GetSpec:input_type -> bettercompute.agent.v1.GetSpecRequest
-	6,  // 38: bettercompute.agent.v1.EnrolmentService.Enroll:output_type -> bettercompute.agent.v1.EnrollResponse
-	8,  // 39: bettercompute.agent.v1.EnrolmentService.Renew:output_type -> bettercompute.agent.v1.RenewResponse
-	12, // 40: bettercompute.agent.v1.SessionService.Connect:output_type -> bettercompute.agent.v1.GatewayFrame
-	31, // 41: bettercompute.agent.v1.SecretService.Resolve:output_type -> bettercompute.agent.v1.ResolveResponse
-	33, // 42: bettercompute.agent.v1.ArtifactService.Locate:output_type -> bettercompute.agent.v1.LocateResponse
-	35, // 43: bettercompute.agent.v1.NodeService.GetSpec:output_type -> bettercompute.agent.v1.GetSpecResponse
-	38, // [38:44] is the sub-list for method output_type
-	32, // [32:38] is the sub-list for method input_type
-	32, // [32:32] is the sub-list for extension type_name
-	32, // [32:32] is the sub-list for extension extendee
-	0,  // [0:32] is the sub-list for field type_name
+	23, // 24: bettercompute.agent.v1.CommandPayload.grant:type_name -> bettercompute.agent.v1.GrantCitation
+	20, // 25: bettercompute.agent.v1.Grant.operations:type_name -> bettercompute.agent.v1.GrantOperation
+	1,  // 26: bettercompute.agent.v1.SignedGrant.signatures:type_name -> bettercompute.agent.v1.Signature
+	21, // 27: bettercompute.agent.v1.GrantCitation.grant:type_name -> bettercompute.agent.v1.SignedGrant
+	22, // 28: bettercompute.agent.v1.GrantCitation.targets:type_name -> bettercompute.agent.v1.TargetProof
+	27, // 29: bettercompute.agent.v1.CommandResult.error:type_name -> bettercompute.agent.v1.Error
+	56, // 30: bettercompute.agent.v1.Credit.lanes:type_name -> bettercompute.agent.v1.Credit.LanesEntry
+	36, // 31: bettercompute.agent.v1.TunnelFrame.open:type_name -> bettercompute.agent.v1.TunnelOpen
+	37, // 32: bettercompute.agent.v1.TunnelFrame.close:type_name -> bettercompute.agent.v1.TunnelClose
+	27, // 33: bettercompute.agent.v1.TunnelClose.error:type_name -> bettercompute.agent.v1.Error
+	38, // 34: bettercompute.agent.v1.HttpProxyRequest.headers:type_name -> bettercompute.agent.v1.HttpHeader
+	38, // 35: bettercompute.agent.v1.HttpProxyResult.headers:type_name -> bettercompute.agent.v1.HttpHeader
+	57, // 36: bettercompute.agent.v1.ResolveResponse.values:type_name -> bettercompute.agent.v1.ResolveResponse.ValuesEntry
+	47, // 37: bettercompute.agent.v1.GetSpecResponse.spec:type_name -> bettercompute.agent.v1.NodeSpec
+	58, // 38: bettercompute.agent.v1.NodeSpec.drivers:type_name -> bettercompute.agent.v1.NodeSpec.DriversEntry
+	49, // 39: bettercompute.agent.v1.InstanceApplyRequest.instance:type_name -> bettercompute.agent.v1.InstanceSpec
+	53, // 40: bettercompute.agent.v1.InstanceResult.instances:type_name -> bettercompute.agent.v1.InstanceStatus
+	48, // 41: bettercompute.agent.v1.NodeSpec.DriversEntry.value:type_name -> bettercompute.agent.v1.DriverBinding
+	5,  // 42: bettercompute.agent.v1.EnrolmentService.Enroll:input_type -> bettercompute.agent.v1.EnrollRequest
+	7,  // 43: bettercompute.agent.v1.EnrolmentService.Renew:input_type -> bettercompute.agent.v1.RenewRequest
+	11, // 44: bettercompute.agent.v1.SessionService.Connect:input_type -> bettercompute.agent.v1.AgentFrame
+	35, // 45: bettercompute.agent.v1.TunnelService.Tunnel:input_type -> bettercompute.agent.v1.TunnelFrame
+	41, // 46: bettercompute.agent.v1.SecretService.Resolve:input_type -> bettercompute.agent.v1.ResolveRequest
+	43, // 47: bettercompute.agent.v1.ArtifactService.Locate:input_type -> bettercompute.agent.v1.LocateRequest
+	45, // 48: bettercompute.agent.v1.NodeService.GetSpec:input_type -> bettercompute.agent.v1.GetSpecRequest
+	6,  // 49: bettercompute.agent.v1.EnrolmentService.Enroll:output_type -> bettercompute.agent.v1.EnrollResponse
+	8,  // 50: bettercompute.agent.v1.EnrolmentService.Renew:output_type -> bettercompute.agent.v1.RenewResponse
+	12, // 51: bettercompute.agent.v1.SessionService.Connect:output_type -> bettercompute.agent.v1.GatewayFrame
+	35, // 52: bettercompute.agent.v1.TunnelService.Tunnel:output_type -> bettercompute.agent.v1.TunnelFrame
+	42, // 53: bettercompute.agent.v1.SecretService.Resolve:output_type -> bettercompute.agent.v1.ResolveResponse
+	44, // 54: bettercompute.agent.v1.ArtifactService.Locate:output_type -> bettercompute.agent.v1.LocateResponse
+	46, // 55: bettercompute.agent.v1.NodeService.GetSpec:output_type -> bettercompute.agent.v1.GetSpecResponse
+	49, // [49:56] is the sub-list for method output_type
+	42, // [42:49] is the sub-list for method input_type
+	42, // [42:42] is the sub-list for extension type_name
+	42, // [42:42] is the sub-list for extension extendee
+	0,  // [0:42] is the sub-list for field type_name
 }
 
 func init() { file_appliance_api_agentv1_agent_proto_init() }
@@ -3719,9 +4581,14 @@ func file_appliance_api_agentv1_agent_proto_init() {
 		(*GatewayFrame_Close)(nil),
 		(*GatewayFrame_Heartbeat)(nil),
 	}
-	file_appliance_api_agentv1_agent_proto_msgTypes[20].OneofWrappers = []any{
+	file_appliance_api_agentv1_agent_proto_msgTypes[25].OneofWrappers = []any{
 		(*CommandResult_Result)(nil),
 		(*CommandResult_Error)(nil),
+	}
+	file_appliance_api_agentv1_agent_proto_msgTypes[34].OneofWrappers = []any{
+		(*TunnelFrame_Open)(nil),
+		(*TunnelFrame_Data)(nil),
+		(*TunnelFrame_Close)(nil),
 	}
 	type x struct{}
 	out := protoimpl.TypeBuilder{
@@ -3729,9 +4596,9 @@ func file_appliance_api_agentv1_agent_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_appliance_api_agentv1_agent_proto_rawDesc), len(file_appliance_api_agentv1_agent_proto_rawDesc)),
 			NumEnums:      1,
-			NumMessages:   47,
+			NumMessages:   58,
 			NumExtensions: 0,
-			NumServices:   5,
+			NumServices:   6,
 		},
 		GoTypes:           file_appliance_api_agentv1_agent_proto_goTypes,
 		DependencyIndexes: file_appliance_api_agentv1_agent_proto_depIdxs,

@@ -25,6 +25,219 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+type SiteHttpHeader struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
+	Value         string                 `protobuf:"bytes,2,opt,name=value,proto3" json:"value,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SiteHttpHeader) Reset() {
+	*x = SiteHttpHeader{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[0]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SiteHttpHeader) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SiteHttpHeader) ProtoMessage() {}
+
+func (x *SiteHttpHeader) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[0]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SiteHttpHeader.ProtoReflect.Descriptor instead.
+func (*SiteHttpHeader) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{0}
+}
+
+func (x *SiteHttpHeader) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *SiteHttpHeader) GetValue() string {
+	if x != nil {
+		return x.Value
+	}
+	return ""
+}
+
+type SiteHttpProxyRequest struct {
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	TenantId string                 `protobuf:"bytes,1,opt,name=tenant_id,json=tenantId,proto3" json:"tenant_id,omitempty"`
+	// A site's id or name.
+	Site          string            `protobuf:"bytes,2,opt,name=site,proto3" json:"site,omitempty"`
+	Method        string            `protobuf:"bytes,3,opt,name=method,proto3" json:"method,omitempty"`
+	Url           string            `protobuf:"bytes,4,opt,name=url,proto3" json:"url,omitempty"`
+	Headers       []*SiteHttpHeader `protobuf:"bytes,5,rep,name=headers,proto3" json:"headers,omitempty"`
+	Body          []byte            `protobuf:"bytes,6,opt,name=body,proto3" json:"body,omitempty"`
+	Redirects     uint32            `protobuf:"varint,7,opt,name=redirects,proto3" json:"redirects,omitempty"`
+	TlsSpkiSha256 string            `protobuf:"bytes,8,opt,name=tls_spki_sha256,json=tlsSpkiSha256,proto3" json:"tls_spki_sha256,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SiteHttpProxyRequest) Reset() {
+	*x = SiteHttpProxyRequest{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SiteHttpProxyRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SiteHttpProxyRequest) ProtoMessage() {}
+
+func (x *SiteHttpProxyRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SiteHttpProxyRequest.ProtoReflect.Descriptor instead.
+func (*SiteHttpProxyRequest) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *SiteHttpProxyRequest) GetTenantId() string {
+	if x != nil {
+		return x.TenantId
+	}
+	return ""
+}
+
+func (x *SiteHttpProxyRequest) GetSite() string {
+	if x != nil {
+		return x.Site
+	}
+	return ""
+}
+
+func (x *SiteHttpProxyRequest) GetMethod() string {
+	if x != nil {
+		return x.Method
+	}
+	return ""
+}
+
+func (x *SiteHttpProxyRequest) GetUrl() string {
+	if x != nil {
+		return x.Url
+	}
+	return ""
+}
+
+func (x *SiteHttpProxyRequest) GetHeaders() []*SiteHttpHeader {
+	if x != nil {
+		return x.Headers
+	}
+	return nil
+}
+
+func (x *SiteHttpProxyRequest) GetBody() []byte {
+	if x != nil {
+		return x.Body
+	}
+	return nil
+}
+
+func (x *SiteHttpProxyRequest) GetRedirects() uint32 {
+	if x != nil {
+		return x.Redirects
+	}
+	return 0
+}
+
+func (x *SiteHttpProxyRequest) GetTlsSpkiSha256() string {
+	if x != nil {
+		return x.TlsSpkiSha256
+	}
+	return ""
+}
+
+type SiteHttpProxyResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Status        uint32                 `protobuf:"varint,1,opt,name=status,proto3" json:"status,omitempty"`
+	Headers       []*SiteHttpHeader      `protobuf:"bytes,2,rep,name=headers,proto3" json:"headers,omitempty"`
+	Data          []byte                 `protobuf:"bytes,3,opt,name=data,proto3" json:"data,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SiteHttpProxyResponse) Reset() {
+	*x = SiteHttpProxyResponse{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SiteHttpProxyResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SiteHttpProxyResponse) ProtoMessage() {}
+
+func (x *SiteHttpProxyResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SiteHttpProxyResponse.ProtoReflect.Descriptor instead.
+func (*SiteHttpProxyResponse) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{2}
+}
+
+func (x *SiteHttpProxyResponse) GetStatus() uint32 {
+	if x != nil {
+		return x.Status
+	}
+	return 0
+}
+
+func (x *SiteHttpProxyResponse) GetHeaders() []*SiteHttpHeader {
+	if x != nil {
+		return x.Headers
+	}
+	return nil
+}
+
+func (x *SiteHttpProxyResponse) GetData() []byte {
+	if x != nil {
+		return x.Data
+	}
+	return nil
+}
+
 type Site struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	Id    string                 `protobuf:"bytes,1,opt,name=id,proto3" json:"id,omitempty"`
@@ -42,7 +255,7 @@ type Site struct {
 
 func (x *Site) Reset() {
 	*x = Site{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[0]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -54,7 +267,7 @@ func (x *Site) String() string {
 func (*Site) ProtoMessage() {}
 
 func (x *Site) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[0]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -67,7 +280,7 @@ func (x *Site) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Site.ProtoReflect.Descriptor instead.
 func (*Site) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{0}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *Site) GetId() string {
@@ -129,7 +342,7 @@ type AddSiteRequest struct {
 
 func (x *AddSiteRequest) Reset() {
 	*x = AddSiteRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[1]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -141,7 +354,7 @@ func (x *AddSiteRequest) String() string {
 func (*AddSiteRequest) ProtoMessage() {}
 
 func (x *AddSiteRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[1]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -154,7 +367,7 @@ func (x *AddSiteRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AddSiteRequest.ProtoReflect.Descriptor instead.
 func (*AddSiteRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{1}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *AddSiteRequest) GetTenantId() string {
@@ -182,7 +395,7 @@ type AddSiteResponse struct {
 
 func (x *AddSiteResponse) Reset() {
 	*x = AddSiteResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[2]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -194,7 +407,7 @@ func (x *AddSiteResponse) String() string {
 func (*AddSiteResponse) ProtoMessage() {}
 
 func (x *AddSiteResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[2]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -207,7 +420,7 @@ func (x *AddSiteResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AddSiteResponse.ProtoReflect.Descriptor instead.
 func (*AddSiteResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{2}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *AddSiteResponse) GetSite() *Site {
@@ -233,7 +446,7 @@ type ListSitesRequest struct {
 
 func (x *ListSitesRequest) Reset() {
 	*x = ListSitesRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[3]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -245,7 +458,7 @@ func (x *ListSitesRequest) String() string {
 func (*ListSitesRequest) ProtoMessage() {}
 
 func (x *ListSitesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[3]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -258,7 +471,7 @@ func (x *ListSitesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSitesRequest.ProtoReflect.Descriptor instead.
 func (*ListSitesRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{3}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *ListSitesRequest) GetTenantId() string {
@@ -277,7 +490,7 @@ type ListSitesResponse struct {
 
 func (x *ListSitesResponse) Reset() {
 	*x = ListSitesResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[4]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -289,7 +502,7 @@ func (x *ListSitesResponse) String() string {
 func (*ListSitesResponse) ProtoMessage() {}
 
 func (x *ListSitesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[4]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -302,7 +515,7 @@ func (x *ListSitesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSitesResponse.ProtoReflect.Descriptor instead.
 func (*ListSitesResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{4}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *ListSitesResponse) GetItems() []*Site {
@@ -324,7 +537,7 @@ type Pool struct {
 
 func (x *Pool) Reset() {
 	*x = Pool{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[5]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -336,7 +549,7 @@ func (x *Pool) String() string {
 func (*Pool) ProtoMessage() {}
 
 func (x *Pool) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[5]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -349,7 +562,7 @@ func (x *Pool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pool.ProtoReflect.Descriptor instead.
 func (*Pool) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{5}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *Pool) GetId() string {
@@ -390,7 +603,7 @@ type PoolPolicy struct {
 
 func (x *PoolPolicy) Reset() {
 	*x = PoolPolicy{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[6]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -402,7 +615,7 @@ func (x *PoolPolicy) String() string {
 func (*PoolPolicy) ProtoMessage() {}
 
 func (x *PoolPolicy) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[6]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -415,7 +628,7 @@ func (x *PoolPolicy) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PoolPolicy.ProtoReflect.Descriptor instead.
 func (*PoolPolicy) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{6}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *PoolPolicy) GetHardwareProfile() string {
@@ -438,7 +651,7 @@ type AddPoolRequest struct {
 
 func (x *AddPoolRequest) Reset() {
 	*x = AddPoolRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[7]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -450,7 +663,7 @@ func (x *AddPoolRequest) String() string {
 func (*AddPoolRequest) ProtoMessage() {}
 
 func (x *AddPoolRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[7]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -463,7 +676,7 @@ func (x *AddPoolRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AddPoolRequest.ProtoReflect.Descriptor instead.
 func (*AddPoolRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{7}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *AddPoolRequest) GetTenantId() string {
@@ -503,7 +716,7 @@ type AddPoolResponse struct {
 
 func (x *AddPoolResponse) Reset() {
 	*x = AddPoolResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[8]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -515,7 +728,7 @@ func (x *AddPoolResponse) String() string {
 func (*AddPoolResponse) ProtoMessage() {}
 
 func (x *AddPoolResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[8]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -528,7 +741,7 @@ func (x *AddPoolResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AddPoolResponse.ProtoReflect.Descriptor instead.
 func (*AddPoolResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{8}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *AddPoolResponse) GetPool() *Pool {
@@ -547,7 +760,7 @@ type ListPoolsRequest struct {
 
 func (x *ListPoolsRequest) Reset() {
 	*x = ListPoolsRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[9]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -559,7 +772,7 @@ func (x *ListPoolsRequest) String() string {
 func (*ListPoolsRequest) ProtoMessage() {}
 
 func (x *ListPoolsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[9]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -572,7 +785,7 @@ func (x *ListPoolsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListPoolsRequest.ProtoReflect.Descriptor instead.
 func (*ListPoolsRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{9}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *ListPoolsRequest) GetTenantId() string {
@@ -591,7 +804,7 @@ type ListPoolsResponse struct {
 
 func (x *ListPoolsResponse) Reset() {
 	*x = ListPoolsResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[10]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -603,7 +816,7 @@ func (x *ListPoolsResponse) String() string {
 func (*ListPoolsResponse) ProtoMessage() {}
 
 func (x *ListPoolsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[10]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -616,7 +829,7 @@ func (x *ListPoolsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListPoolsResponse.ProtoReflect.Descriptor instead.
 func (*ListPoolsResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{10}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *ListPoolsResponse) GetItems() []*Pool {
@@ -637,7 +850,7 @@ type PutSecretRequest struct {
 
 func (x *PutSecretRequest) Reset() {
 	*x = PutSecretRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[11]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -649,7 +862,7 @@ func (x *PutSecretRequest) String() string {
 func (*PutSecretRequest) ProtoMessage() {}
 
 func (x *PutSecretRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[11]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -662,7 +875,7 @@ func (x *PutSecretRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PutSecretRequest.ProtoReflect.Descriptor instead.
 func (*PutSecretRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{11}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *PutSecretRequest) GetTenantId() string {
@@ -696,7 +909,7 @@ type PutSecretResponse struct {
 
 func (x *PutSecretResponse) Reset() {
 	*x = PutSecretResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[12]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -708,7 +921,7 @@ func (x *PutSecretResponse) String() string {
 func (*PutSecretResponse) ProtoMessage() {}
 
 func (x *PutSecretResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[12]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -721,7 +934,7 @@ func (x *PutSecretResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PutSecretResponse.ProtoReflect.Descriptor instead.
 func (*PutSecretResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{12}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *PutSecretResponse) GetRef() string {
@@ -744,7 +957,7 @@ type Bmc struct {
 
 func (x *Bmc) Reset() {
 	*x = Bmc{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[13]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -756,7 +969,7 @@ func (x *Bmc) String() string {
 func (*Bmc) ProtoMessage() {}
 
 func (x *Bmc) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[13]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -769,7 +982,7 @@ func (x *Bmc) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Bmc.ProtoReflect.Descriptor instead.
 func (*Bmc) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{13}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *Bmc) GetDriver() string {
@@ -826,13 +1039,17 @@ type Machine struct {
 	// Who drives the machine, by kind.
 	Drivers         map[string]*DriverBinding `protobuf:"bytes,12,rep,name=drivers,proto3" json:"drivers,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
 	HardwareProfile string                    `protobuf:"bytes,13,opt,name=hardware_profile,json=hardwareProfile,proto3" json:"hardware_profile,omitempty"`
-	unknownFields   protoimpl.UnknownFields
-	sizeCache       protoimpl.SizeCache
+	// Whether what is destructive always needs people's grants.
+	Protected bool `protobuf:"varint,14,opt,name=protected,proto3" json:"protected,omitempty"`
+	// What a person is asked to do: "on", "off", … under driver manual; empty: nothing.
+	PowerAsked    string `protobuf:"bytes,15,opt,name=power_asked,json=powerAsked,proto3" json:"power_asked,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Machine) Reset() {
 	*x = Machine{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[14]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -844,7 +1061,7 @@ func (x *Machine) String() string {
 func (*Machine) ProtoMessage() {}
 
 func (x *Machine) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[14]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -857,7 +1074,7 @@ func (x *Machine) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Machine.ProtoReflect.Descriptor instead.
 func (*Machine) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{14}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *Machine) GetId() string {
@@ -951,6 +1168,20 @@ func (x *Machine) GetHardwareProfile() string {
 	return ""
 }
 
+func (x *Machine) GetProtected() bool {
+	if x != nil {
+		return x.Protected
+	}
+	return false
+}
+
+func (x *Machine) GetPowerAsked() string {
+	if x != nil {
+		return x.PowerAsked
+	}
+	return ""
+}
+
 // DriverBinding says which driver serves a kind of one machine.
 type DriverBinding struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
@@ -963,7 +1194,7 @@ type DriverBinding struct {
 
 func (x *DriverBinding) Reset() {
 	*x = DriverBinding{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[15]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -975,7 +1206,7 @@ func (x *DriverBinding) String() string {
 func (*DriverBinding) ProtoMessage() {}
 
 func (x *DriverBinding) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[15]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -988,7 +1219,7 @@ func (x *DriverBinding) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DriverBinding.ProtoReflect.Descriptor instead.
 func (*DriverBinding) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{15}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *DriverBinding) GetDriver() string {
@@ -1024,7 +1255,7 @@ type EnrollMachineRequest struct {
 
 func (x *EnrollMachineRequest) Reset() {
 	*x = EnrollMachineRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[16]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1036,7 +1267,7 @@ func (x *EnrollMachineRequest) String() string {
 func (*EnrollMachineRequest) ProtoMessage() {}
 
 func (x *EnrollMachineRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[16]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1049,7 +1280,7 @@ func (x *EnrollMachineRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EnrollMachineRequest.ProtoReflect.Descriptor instead.
 func (*EnrollMachineRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{16}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *EnrollMachineRequest) GetTenantId() string {
@@ -1117,7 +1348,7 @@ type EnrollMachineResponse struct {
 
 func (x *EnrollMachineResponse) Reset() {
 	*x = EnrollMachineResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[17]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1129,7 +1360,7 @@ func (x *EnrollMachineResponse) String() string {
 func (*EnrollMachineResponse) ProtoMessage() {}
 
 func (x *EnrollMachineResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[17]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1142,7 +1373,7 @@ func (x *EnrollMachineResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EnrollMachineResponse.ProtoReflect.Descriptor instead.
 func (*EnrollMachineResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{17}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *EnrollMachineResponse) GetMachine() *Machine {
@@ -1161,7 +1392,7 @@ type ListMachinesRequest struct {
 
 func (x *ListMachinesRequest) Reset() {
 	*x = ListMachinesRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[18]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1173,7 +1404,7 @@ func (x *ListMachinesRequest) String() string {
 func (*ListMachinesRequest) ProtoMessage() {}
 
 func (x *ListMachinesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[18]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1186,7 +1417,7 @@ func (x *ListMachinesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListMachinesRequest.ProtoReflect.Descriptor instead.
 func (*ListMachinesRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{18}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *ListMachinesRequest) GetTenantId() string {
@@ -1205,7 +1436,7 @@ type ListMachinesResponse struct {
 
 func (x *ListMachinesResponse) Reset() {
 	*x = ListMachinesResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[19]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1217,7 +1448,7 @@ func (x *ListMachinesResponse) String() string {
 func (*ListMachinesResponse) ProtoMessage() {}
 
 func (x *ListMachinesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[19]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1230,7 +1461,7 @@ func (x *ListMachinesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListMachinesResponse.ProtoReflect.Descriptor instead.
 func (*ListMachinesResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{19}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *ListMachinesResponse) GetItems() []*Machine {
@@ -1251,7 +1482,7 @@ type GetMachineRequest struct {
 
 func (x *GetMachineRequest) Reset() {
 	*x = GetMachineRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[20]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1263,7 +1494,7 @@ func (x *GetMachineRequest) String() string {
 func (*GetMachineRequest) ProtoMessage() {}
 
 func (x *GetMachineRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[20]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1276,7 +1507,7 @@ func (x *GetMachineRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetMachineRequest.ProtoReflect.Descriptor instead.
 func (*GetMachineRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{20}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *GetMachineRequest) GetTenantId() string {
@@ -1302,7 +1533,7 @@ type GetMachineResponse struct {
 
 func (x *GetMachineResponse) Reset() {
 	*x = GetMachineResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[21]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1314,7 +1545,7 @@ func (x *GetMachineResponse) String() string {
 func (*GetMachineResponse) ProtoMessage() {}
 
 func (x *GetMachineResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[21]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1327,7 +1558,7 @@ func (x *GetMachineResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetMachineResponse.ProtoReflect.Descriptor instead.
 func (*GetMachineResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{21}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *GetMachineResponse) GetMachine() *Machine {
@@ -1347,7 +1578,7 @@ type GetPowerRequest struct {
 
 func (x *GetPowerRequest) Reset() {
 	*x = GetPowerRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[22]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1359,7 +1590,7 @@ func (x *GetPowerRequest) String() string {
 func (*GetPowerRequest) ProtoMessage() {}
 
 func (x *GetPowerRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[22]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1372,7 +1603,7 @@ func (x *GetPowerRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetPowerRequest.ProtoReflect.Descriptor instead.
 func (*GetPowerRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{22}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *GetPowerRequest) GetTenantId() string {
@@ -1399,7 +1630,7 @@ type GetPowerResponse struct {
 
 func (x *GetPowerResponse) Reset() {
 	*x = GetPowerResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[23]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1411,7 +1642,7 @@ func (x *GetPowerResponse) String() string {
 func (*GetPowerResponse) ProtoMessage() {}
 
 func (x *GetPowerResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[23]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1424,7 +1655,7 @@ func (x *GetPowerResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetPowerResponse.ProtoReflect.Descriptor instead.
 func (*GetPowerResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{23}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *GetPowerResponse) GetPower() string {
@@ -1438,7 +1669,7 @@ type SetPowerRequest struct {
 	state    protoimpl.MessageState `protogen:"open.v1"`
 	TenantId string                 `protobuf:"bytes,1,opt,name=tenant_id,json=tenantId,proto3" json:"tenant_id,omitempty"`
 	Machine  string                 `protobuf:"bytes,2,opt,name=machine,proto3" json:"machine,omitempty"`
-	// "on", "off", "soft", "cycle" or "reset".
+	// "on", "off", "soft", "cycle", "reset" or "nmi".
 	Action        string `protobuf:"bytes,3,opt,name=action,proto3" json:"action,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
@@ -1446,7 +1677,7 @@ type SetPowerRequest struct {
 
 func (x *SetPowerRequest) Reset() {
 	*x = SetPowerRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[24]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1458,7 +1689,7 @@ func (x *SetPowerRequest) String() string {
 func (*SetPowerRequest) ProtoMessage() {}
 
 func (x *SetPowerRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[24]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1471,7 +1702,7 @@ func (x *SetPowerRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetPowerRequest.ProtoReflect.Descriptor instead.
 func (*SetPowerRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{24}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *SetPowerRequest) GetTenantId() string {
@@ -1504,7 +1735,7 @@ type SetPowerResponse struct {
 
 func (x *SetPowerResponse) Reset() {
 	*x = SetPowerResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[25]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1516,7 +1747,7 @@ func (x *SetPowerResponse) String() string {
 func (*SetPowerResponse) ProtoMessage() {}
 
 func (x *SetPowerResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[25]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1529,7 +1760,7 @@ func (x *SetPowerResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetPowerResponse.ProtoReflect.Descriptor instead.
 func (*SetPowerResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{25}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *SetPowerResponse) GetCommandId() string {
@@ -1553,7 +1784,7 @@ type SetBootDeviceRequest struct {
 
 func (x *SetBootDeviceRequest) Reset() {
 	*x = SetBootDeviceRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[26]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1565,7 +1796,7 @@ func (x *SetBootDeviceRequest) String() string {
 func (*SetBootDeviceRequest) ProtoMessage() {}
 
 func (x *SetBootDeviceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[26]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1578,7 +1809,7 @@ func (x *SetBootDeviceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetBootDeviceRequest.ProtoReflect.Descriptor instead.
 func (*SetBootDeviceRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{26}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *SetBootDeviceRequest) GetTenantId() string {
@@ -1625,7 +1856,7 @@ type SetBootDeviceResponse struct {
 
 func (x *SetBootDeviceResponse) Reset() {
 	*x = SetBootDeviceResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[27]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1637,7 +1868,7 @@ func (x *SetBootDeviceResponse) String() string {
 func (*SetBootDeviceResponse) ProtoMessage() {}
 
 func (x *SetBootDeviceResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[27]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1650,7 +1881,7 @@ func (x *SetBootDeviceResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetBootDeviceResponse.ProtoReflect.Descriptor instead.
 func (*SetBootDeviceResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{27}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *SetBootDeviceResponse) GetCommandId() string {
@@ -1670,7 +1901,7 @@ type InspectRequest struct {
 
 func (x *InspectRequest) Reset() {
 	*x = InspectRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[28]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1682,7 +1913,7 @@ func (x *InspectRequest) String() string {
 func (*InspectRequest) ProtoMessage() {}
 
 func (x *InspectRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[28]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1695,7 +1926,7 @@ func (x *InspectRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InspectRequest.ProtoReflect.Descriptor instead.
 func (*InspectRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{28}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *InspectRequest) GetTenantId() string {
@@ -1721,7 +1952,7 @@ type InspectResponse struct {
 
 func (x *InspectResponse) Reset() {
 	*x = InspectResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[29]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1733,7 +1964,7 @@ func (x *InspectResponse) String() string {
 func (*InspectResponse) ProtoMessage() {}
 
 func (x *InspectResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[29]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1746,7 +1977,7 @@ func (x *InspectResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InspectResponse.ProtoReflect.Descriptor instead.
 func (*InspectResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{29}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *InspectResponse) GetWorkflowId() string {
@@ -1771,7 +2002,7 @@ type DeployRequest struct {
 
 func (x *DeployRequest) Reset() {
 	*x = DeployRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[30]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1783,7 +2014,7 @@ func (x *DeployRequest) String() string {
 func (*DeployRequest) ProtoMessage() {}
 
 func (x *DeployRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[30]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1796,7 +2027,7 @@ func (x *DeployRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeployRequest.ProtoReflect.Descriptor instead.
 func (*DeployRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{30}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *DeployRequest) GetTenantId() string {
@@ -1850,7 +2081,7 @@ type DeployResponse struct {
 
 func (x *DeployResponse) Reset() {
 	*x = DeployResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[31]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1862,7 +2093,7 @@ func (x *DeployResponse) String() string {
 func (*DeployResponse) ProtoMessage() {}
 
 func (x *DeployResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[31]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1875,7 +2106,7 @@ func (x *DeployResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeployResponse.ProtoReflect.Descriptor instead.
 func (*DeployResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{31}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *DeployResponse) GetWorkflowId() string {
@@ -1883,6 +2114,1343 @@ func (x *DeployResponse) GetWorkflowId() string {
 		return x.WorkflowId
 	}
 	return ""
+}
+
+type OperateRequest struct {
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	TenantId string                 `protobuf:"bytes,1,opt,name=tenant_id,json=tenantId,proto3" json:"tenant_id,omitempty"`
+	Machine  string                 `protobuf:"bytes,2,opt,name=machine,proto3" json:"machine,omitempty"`
+	// "<concern>.<operation>", for example bios.applySettings.
+	Operation string `protobuf:"bytes,3,opt,name=operation,proto3" json:"operation,omitempty"`
+	// A JSON array holds the positional arguments; any other value is the single argument.
+	ArgsJson      string `protobuf:"bytes,4,opt,name=args_json,json=argsJson,proto3" json:"args_json,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *OperateRequest) Reset() {
+	*x = OperateRequest{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[35]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *OperateRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*OperateRequest) ProtoMessage() {}
+
+func (x *OperateRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[35]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use OperateRequest.ProtoReflect.Descriptor instead.
+func (*OperateRequest) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{35}
+}
+
+func (x *OperateRequest) GetTenantId() string {
+	if x != nil {
+		return x.TenantId
+	}
+	return ""
+}
+
+func (x *OperateRequest) GetMachine() string {
+	if x != nil {
+		return x.Machine
+	}
+	return ""
+}
+
+func (x *OperateRequest) GetOperation() string {
+	if x != nil {
+		return x.Operation
+	}
+	return ""
+}
+
+func (x *OperateRequest) GetArgsJson() string {
+	if x != nil {
+		return x.ArgsJson
+	}
+	return ""
+}
+
+type OperateResponse struct {
+	state     protoimpl.MessageState `protogen:"open.v1"`
+	CommandId string                 `protobuf:"bytes,1,opt,name=command_id,json=commandId,proto3" json:"command_id,omitempty"`
+	// A query's answer.
+	ResultJson    string `protobuf:"bytes,2,opt,name=result_json,json=resultJson,proto3" json:"result_json,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *OperateResponse) Reset() {
+	*x = OperateResponse{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[36]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *OperateResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*OperateResponse) ProtoMessage() {}
+
+func (x *OperateResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[36]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use OperateResponse.ProtoReflect.Descriptor instead.
+func (*OperateResponse) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{36}
+}
+
+func (x *OperateResponse) GetCommandId() string {
+	if x != nil {
+		return x.CommandId
+	}
+	return ""
+}
+
+func (x *OperateResponse) GetResultJson() string {
+	if x != nil {
+		return x.ResultJson
+	}
+	return ""
+}
+
+type GetCommandRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	TenantId      string                 `protobuf:"bytes,1,opt,name=tenant_id,json=tenantId,proto3" json:"tenant_id,omitempty"`
+	CommandId     string                 `protobuf:"bytes,2,opt,name=command_id,json=commandId,proto3" json:"command_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetCommandRequest) Reset() {
+	*x = GetCommandRequest{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[37]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetCommandRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetCommandRequest) ProtoMessage() {}
+
+func (x *GetCommandRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[37]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetCommandRequest.ProtoReflect.Descriptor instead.
+func (*GetCommandRequest) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{37}
+}
+
+func (x *GetCommandRequest) GetTenantId() string {
+	if x != nil {
+		return x.TenantId
+	}
+	return ""
+}
+
+func (x *GetCommandRequest) GetCommandId() string {
+	if x != nil {
+		return x.CommandId
+	}
+	return ""
+}
+
+type GetCommandResponse struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// "queued", "sent", "received" or "done".
+	State      string `protobuf:"bytes,1,opt,name=state,proto3" json:"state,omitempty"`
+	Progress   string `protobuf:"bytes,2,opt,name=progress,proto3" json:"progress,omitempty"`
+	ResultJson string `protobuf:"bytes,3,opt,name=result_json,json=resultJson,proto3" json:"result_json,omitempty"`
+	// How it failed; empty: it did not.
+	ErrorCode     string `protobuf:"bytes,4,opt,name=error_code,json=errorCode,proto3" json:"error_code,omitempty"`
+	ErrorMessage  string `protobuf:"bytes,5,opt,name=error_message,json=errorMessage,proto3" json:"error_message,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetCommandResponse) Reset() {
+	*x = GetCommandResponse{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[38]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetCommandResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetCommandResponse) ProtoMessage() {}
+
+func (x *GetCommandResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[38]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetCommandResponse.ProtoReflect.Descriptor instead.
+func (*GetCommandResponse) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{38}
+}
+
+func (x *GetCommandResponse) GetState() string {
+	if x != nil {
+		return x.State
+	}
+	return ""
+}
+
+func (x *GetCommandResponse) GetProgress() string {
+	if x != nil {
+		return x.Progress
+	}
+	return ""
+}
+
+func (x *GetCommandResponse) GetResultJson() string {
+	if x != nil {
+		return x.ResultJson
+	}
+	return ""
+}
+
+func (x *GetCommandResponse) GetErrorCode() string {
+	if x != nil {
+		return x.ErrorCode
+	}
+	return ""
+}
+
+func (x *GetCommandResponse) GetErrorMessage() string {
+	if x != nil {
+		return x.ErrorMessage
+	}
+	return ""
+}
+
+type RotateCredentialsRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	TenantId      string                 `protobuf:"bytes,1,opt,name=tenant_id,json=tenantId,proto3" json:"tenant_id,omitempty"`
+	Machine       string                 `protobuf:"bytes,2,opt,name=machine,proto3" json:"machine,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RotateCredentialsRequest) Reset() {
+	*x = RotateCredentialsRequest{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[39]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RotateCredentialsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RotateCredentialsRequest) ProtoMessage() {}
+
+func (x *RotateCredentialsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[39]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RotateCredentialsRequest.ProtoReflect.Descriptor instead.
+func (*RotateCredentialsRequest) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{39}
+}
+
+func (x *RotateCredentialsRequest) GetTenantId() string {
+	if x != nil {
+		return x.TenantId
+	}
+	return ""
+}
+
+func (x *RotateCredentialsRequest) GetMachine() string {
+	if x != nil {
+		return x.Machine
+	}
+	return ""
+}
+
+type RotateCredentialsResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	CommandId     string                 `protobuf:"bytes,1,opt,name=command_id,json=commandId,proto3" json:"command_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RotateCredentialsResponse) Reset() {
+	*x = RotateCredentialsResponse{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[40]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RotateCredentialsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RotateCredentialsResponse) ProtoMessage() {}
+
+func (x *RotateCredentialsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[40]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RotateCredentialsResponse.ProtoReflect.Descriptor instead.
+func (*RotateCredentialsResponse) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{40}
+}
+
+func (x *RotateCredentialsResponse) GetCommandId() string {
+	if x != nil {
+		return x.CommandId
+	}
+	return ""
+}
+
+type RebindBmcRequest struct {
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	TenantId string                 `protobuf:"bytes,1,opt,name=tenant_id,json=tenantId,proto3" json:"tenant_id,omitempty"`
+	Machine  string                 `protobuf:"bytes,2,opt,name=machine,proto3" json:"machine,omitempty"`
+	// Absent: it stays as it is.
+	Bmc           *Bmc `protobuf:"bytes,3,opt,name=bmc,proto3" json:"bmc,omitempty"`
+	Protected     bool `protobuf:"varint,4,opt,name=protected,proto3" json:"protected,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RebindBmcRequest) Reset() {
+	*x = RebindBmcRequest{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[41]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RebindBmcRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RebindBmcRequest) ProtoMessage() {}
+
+func (x *RebindBmcRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[41]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RebindBmcRequest.ProtoReflect.Descriptor instead.
+func (*RebindBmcRequest) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{41}
+}
+
+func (x *RebindBmcRequest) GetTenantId() string {
+	if x != nil {
+		return x.TenantId
+	}
+	return ""
+}
+
+func (x *RebindBmcRequest) GetMachine() string {
+	if x != nil {
+		return x.Machine
+	}
+	return ""
+}
+
+func (x *RebindBmcRequest) GetBmc() *Bmc {
+	if x != nil {
+		return x.Bmc
+	}
+	return nil
+}
+
+func (x *RebindBmcRequest) GetProtected() bool {
+	if x != nil {
+		return x.Protected
+	}
+	return false
+}
+
+type RebindBmcResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	CommandId     string                 `protobuf:"bytes,1,opt,name=command_id,json=commandId,proto3" json:"command_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *RebindBmcResponse) Reset() {
+	*x = RebindBmcResponse{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[42]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *RebindBmcResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*RebindBmcResponse) ProtoMessage() {}
+
+func (x *RebindBmcResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[42]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use RebindBmcResponse.ProtoReflect.Descriptor instead.
+func (*RebindBmcResponse) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{42}
+}
+
+func (x *RebindBmcResponse) GetCommandId() string {
+	if x != nil {
+		return x.CommandId
+	}
+	return ""
+}
+
+type ConfirmPowerRequest struct {
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	TenantId string                 `protobuf:"bytes,1,opt,name=tenant_id,json=tenantId,proto3" json:"tenant_id,omitempty"`
+	Machine  string                 `protobuf:"bytes,2,opt,name=machine,proto3" json:"machine,omitempty"`
+	// "on" or "off".
+	Power         string `protobuf:"bytes,3,opt,name=power,proto3" json:"power,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ConfirmPowerRequest) Reset() {
+	*x = ConfirmPowerRequest{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[43]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ConfirmPowerRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ConfirmPowerRequest) ProtoMessage() {}
+
+func (x *ConfirmPowerRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[43]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ConfirmPowerRequest.ProtoReflect.Descriptor instead.
+func (*ConfirmPowerRequest) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{43}
+}
+
+func (x *ConfirmPowerRequest) GetTenantId() string {
+	if x != nil {
+		return x.TenantId
+	}
+	return ""
+}
+
+func (x *ConfirmPowerRequest) GetMachine() string {
+	if x != nil {
+		return x.Machine
+	}
+	return ""
+}
+
+func (x *ConfirmPowerRequest) GetPower() string {
+	if x != nil {
+		return x.Power
+	}
+	return ""
+}
+
+type ConfirmPowerResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ConfirmPowerResponse) Reset() {
+	*x = ConfirmPowerResponse{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[44]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ConfirmPowerResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ConfirmPowerResponse) ProtoMessage() {}
+
+func (x *ConfirmPowerResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[44]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ConfirmPowerResponse.ProtoReflect.Descriptor instead.
+func (*ConfirmPowerResponse) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{44}
+}
+
+type ConsoleRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Types that are valid to be assigned to Request:
+	//
+	//	*ConsoleRequest_Open
+	//	*ConsoleRequest_Data
+	Request       isConsoleRequest_Request `protobuf_oneof:"request"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ConsoleRequest) Reset() {
+	*x = ConsoleRequest{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[45]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ConsoleRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ConsoleRequest) ProtoMessage() {}
+
+func (x *ConsoleRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[45]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ConsoleRequest.ProtoReflect.Descriptor instead.
+func (*ConsoleRequest) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{45}
+}
+
+func (x *ConsoleRequest) GetRequest() isConsoleRequest_Request {
+	if x != nil {
+		return x.Request
+	}
+	return nil
+}
+
+func (x *ConsoleRequest) GetOpen() *ConsoleOpen {
+	if x != nil {
+		if x, ok := x.Request.(*ConsoleRequest_Open); ok {
+			return x.Open
+		}
+	}
+	return nil
+}
+
+func (x *ConsoleRequest) GetData() []byte {
+	if x != nil {
+		if x, ok := x.Request.(*ConsoleRequest_Data); ok {
+			return x.Data
+		}
+	}
+	return nil
+}
+
+type isConsoleRequest_Request interface {
+	isConsoleRequest_Request()
+}
+
+type ConsoleRequest_Open struct {
+	Open *ConsoleOpen `protobuf:"bytes,1,opt,name=open,proto3,oneof"`
+}
+
+type ConsoleRequest_Data struct {
+	Data []byte `protobuf:"bytes,2,opt,name=data,proto3,oneof"`
+}
+
+func (*ConsoleRequest_Open) isConsoleRequest_Request() {}
+
+func (*ConsoleRequest_Data) isConsoleRequest_Request() {}
+
+type ConsoleOpen struct {
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	TenantId string                 `protobuf:"bytes,1,opt,name=tenant_id,json=tenantId,proto3" json:"tenant_id,omitempty"`
+	Machine  string                 `protobuf:"bytes,2,opt,name=machine,proto3" json:"machine,omitempty"`
+	// Ends the console that another person has open.
+	Takeover bool `protobuf:"varint,3,opt,name=takeover,proto3" json:"takeover,omitempty"`
+	// How much of what the machine said before is shown; at most 256 KiB.
+	HistoryBytes  uint32 `protobuf:"varint,4,opt,name=history_bytes,json=historyBytes,proto3" json:"history_bytes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ConsoleOpen) Reset() {
+	*x = ConsoleOpen{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[46]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ConsoleOpen) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ConsoleOpen) ProtoMessage() {}
+
+func (x *ConsoleOpen) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[46]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ConsoleOpen.ProtoReflect.Descriptor instead.
+func (*ConsoleOpen) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{46}
+}
+
+func (x *ConsoleOpen) GetTenantId() string {
+	if x != nil {
+		return x.TenantId
+	}
+	return ""
+}
+
+func (x *ConsoleOpen) GetMachine() string {
+	if x != nil {
+		return x.Machine
+	}
+	return ""
+}
+
+func (x *ConsoleOpen) GetTakeover() bool {
+	if x != nil {
+		return x.Takeover
+	}
+	return false
+}
+
+func (x *ConsoleOpen) GetHistoryBytes() uint32 {
+	if x != nil {
+		return x.HistoryBytes
+	}
+	return 0
+}
+
+type ConsoleResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Data          []byte                 `protobuf:"bytes,1,opt,name=data,proto3" json:"data,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ConsoleResponse) Reset() {
+	*x = ConsoleResponse{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[47]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ConsoleResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ConsoleResponse) ProtoMessage() {}
+
+func (x *ConsoleResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[47]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ConsoleResponse.ProtoReflect.Descriptor instead.
+func (*ConsoleResponse) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{47}
+}
+
+func (x *ConsoleResponse) GetData() []byte {
+	if x != nil {
+		return x.Data
+	}
+	return nil
+}
+
+// GrantRecord is a grant and who signed it.
+type GrantRecord struct {
+	state   protoimpl.MessageState `protogen:"open.v1"`
+	GrantId string                 `protobuf:"bytes,1,opt,name=grant_id,json=grantId,proto3" json:"grant_id,omitempty"`
+	// The Grant's bytes, which approvers sign.
+	Payload []byte   `protobuf:"bytes,2,opt,name=payload,proto3" json:"payload,omitempty"`
+	Targets []string `protobuf:"bytes,3,rep,name=targets,proto3" json:"targets,omitempty"`
+	// Key ids of the approvers who have signed.
+	Approvers []string `protobuf:"bytes,4,rep,name=approvers,proto3" json:"approvers,omitempty"`
+	// How many the trust bundle wants.
+	Needed        uint32 `protobuf:"varint,5,opt,name=needed,proto3" json:"needed,omitempty"`
+	ProposedMs    int64  `protobuf:"varint,6,opt,name=proposed_ms,json=proposedMs,proto3" json:"proposed_ms,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GrantRecord) Reset() {
+	*x = GrantRecord{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[48]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GrantRecord) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GrantRecord) ProtoMessage() {}
+
+func (x *GrantRecord) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[48]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GrantRecord.ProtoReflect.Descriptor instead.
+func (*GrantRecord) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{48}
+}
+
+func (x *GrantRecord) GetGrantId() string {
+	if x != nil {
+		return x.GrantId
+	}
+	return ""
+}
+
+func (x *GrantRecord) GetPayload() []byte {
+	if x != nil {
+		return x.Payload
+	}
+	return nil
+}
+
+func (x *GrantRecord) GetTargets() []string {
+	if x != nil {
+		return x.Targets
+	}
+	return nil
+}
+
+func (x *GrantRecord) GetApprovers() []string {
+	if x != nil {
+		return x.Approvers
+	}
+	return nil
+}
+
+func (x *GrantRecord) GetNeeded() uint32 {
+	if x != nil {
+		return x.Needed
+	}
+	return 0
+}
+
+func (x *GrantRecord) GetProposedMs() int64 {
+	if x != nil {
+		return x.ProposedMs
+	}
+	return 0
+}
+
+type GrantedOperation struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Kind          string                 `protobuf:"bytes,1,opt,name=kind,proto3" json:"kind,omitempty"`
+	Operation     string                 `protobuf:"bytes,2,opt,name=operation,proto3" json:"operation,omitempty"`
+	Action        string                 `protobuf:"bytes,3,opt,name=action,proto3" json:"action,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GrantedOperation) Reset() {
+	*x = GrantedOperation{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[49]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GrantedOperation) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GrantedOperation) ProtoMessage() {}
+
+func (x *GrantedOperation) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[49]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GrantedOperation.ProtoReflect.Descriptor instead.
+func (*GrantedOperation) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{49}
+}
+
+func (x *GrantedOperation) GetKind() string {
+	if x != nil {
+		return x.Kind
+	}
+	return ""
+}
+
+func (x *GrantedOperation) GetOperation() string {
+	if x != nil {
+		return x.Operation
+	}
+	return ""
+}
+
+func (x *GrantedOperation) GetAction() string {
+	if x != nil {
+		return x.Action
+	}
+	return ""
+}
+
+type ProposeGrantRequest struct {
+	state      protoimpl.MessageState `protogen:"open.v1"`
+	TenantId   string                 `protobuf:"bytes,1,opt,name=tenant_id,json=tenantId,proto3" json:"tenant_id,omitempty"`
+	Operations []*GrantedOperation    `protobuf:"bytes,2,rep,name=operations,proto3" json:"operations,omitempty"`
+	// Machines by id or name.
+	Machines       []string `protobuf:"bytes,3,rep,name=machines,proto3" json:"machines,omitempty"`
+	ArtifactSha256 []string `protobuf:"bytes,4,rep,name=artifact_sha256,json=artifactSha256,proto3" json:"artifact_sha256,omitempty"`
+	UsesPerTarget  uint32   `protobuf:"varint,5,opt,name=uses_per_target,json=usesPerTarget,proto3" json:"uses_per_target,omitempty"`
+	// How long it holds, in seconds; at most 7 days.
+	ValidS        uint32 `protobuf:"varint,6,opt,name=valid_s,json=validS,proto3" json:"valid_s,omitempty"`
+	Reason        string `protobuf:"bytes,7,opt,name=reason,proto3" json:"reason,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ProposeGrantRequest) Reset() {
+	*x = ProposeGrantRequest{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[50]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ProposeGrantRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ProposeGrantRequest) ProtoMessage() {}
+
+func (x *ProposeGrantRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[50]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ProposeGrantRequest.ProtoReflect.Descriptor instead.
+func (*ProposeGrantRequest) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{50}
+}
+
+func (x *ProposeGrantRequest) GetTenantId() string {
+	if x != nil {
+		return x.TenantId
+	}
+	return ""
+}
+
+func (x *ProposeGrantRequest) GetOperations() []*GrantedOperation {
+	if x != nil {
+		return x.Operations
+	}
+	return nil
+}
+
+func (x *ProposeGrantRequest) GetMachines() []string {
+	if x != nil {
+		return x.Machines
+	}
+	return nil
+}
+
+func (x *ProposeGrantRequest) GetArtifactSha256() []string {
+	if x != nil {
+		return x.ArtifactSha256
+	}
+	return nil
+}
+
+func (x *ProposeGrantRequest) GetUsesPerTarget() uint32 {
+	if x != nil {
+		return x.UsesPerTarget
+	}
+	return 0
+}
+
+func (x *ProposeGrantRequest) GetValidS() uint32 {
+	if x != nil {
+		return x.ValidS
+	}
+	return 0
+}
+
+func (x *ProposeGrantRequest) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
+type ProposeGrantResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Grant         *GrantRecord           `protobuf:"bytes,1,opt,name=grant,proto3" json:"grant,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ProposeGrantResponse) Reset() {
+	*x = ProposeGrantResponse{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[51]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ProposeGrantResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ProposeGrantResponse) ProtoMessage() {}
+
+func (x *ProposeGrantResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[51]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ProposeGrantResponse.ProtoReflect.Descriptor instead.
+func (*ProposeGrantResponse) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{51}
+}
+
+func (x *ProposeGrantResponse) GetGrant() *GrantRecord {
+	if x != nil {
+		return x.Grant
+	}
+	return nil
+}
+
+type GetGrantRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	TenantId      string                 `protobuf:"bytes,1,opt,name=tenant_id,json=tenantId,proto3" json:"tenant_id,omitempty"`
+	GrantId       string                 `protobuf:"bytes,2,opt,name=grant_id,json=grantId,proto3" json:"grant_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetGrantRequest) Reset() {
+	*x = GetGrantRequest{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[52]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetGrantRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetGrantRequest) ProtoMessage() {}
+
+func (x *GetGrantRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[52]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetGrantRequest.ProtoReflect.Descriptor instead.
+func (*GetGrantRequest) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{52}
+}
+
+func (x *GetGrantRequest) GetTenantId() string {
+	if x != nil {
+		return x.TenantId
+	}
+	return ""
+}
+
+func (x *GetGrantRequest) GetGrantId() string {
+	if x != nil {
+		return x.GrantId
+	}
+	return ""
+}
+
+type GetGrantResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Grant         *GrantRecord           `protobuf:"bytes,1,opt,name=grant,proto3" json:"grant,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *GetGrantResponse) Reset() {
+	*x = GetGrantResponse{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[53]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *GetGrantResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*GetGrantResponse) ProtoMessage() {}
+
+func (x *GetGrantResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[53]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use GetGrantResponse.ProtoReflect.Descriptor instead.
+func (*GetGrantResponse) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{53}
+}
+
+func (x *GetGrantResponse) GetGrant() *GrantRecord {
+	if x != nil {
+		return x.Grant
+	}
+	return nil
+}
+
+type ListGrantsRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	TenantId      string                 `protobuf:"bytes,1,opt,name=tenant_id,json=tenantId,proto3" json:"tenant_id,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListGrantsRequest) Reset() {
+	*x = ListGrantsRequest{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[54]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListGrantsRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListGrantsRequest) ProtoMessage() {}
+
+func (x *ListGrantsRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[54]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListGrantsRequest.ProtoReflect.Descriptor instead.
+func (*ListGrantsRequest) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{54}
+}
+
+func (x *ListGrantsRequest) GetTenantId() string {
+	if x != nil {
+		return x.TenantId
+	}
+	return ""
+}
+
+type ListGrantsResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Items         []*GrantRecord         `protobuf:"bytes,1,rep,name=items,proto3" json:"items,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ListGrantsResponse) Reset() {
+	*x = ListGrantsResponse{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[55]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ListGrantsResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ListGrantsResponse) ProtoMessage() {}
+
+func (x *ListGrantsResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[55]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ListGrantsResponse.ProtoReflect.Descriptor instead.
+func (*ListGrantsResponse) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{55}
+}
+
+func (x *ListGrantsResponse) GetItems() []*GrantRecord {
+	if x != nil {
+		return x.Items
+	}
+	return nil
+}
+
+type ApproveGrantRequest struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	TenantId      string                 `protobuf:"bytes,1,opt,name=tenant_id,json=tenantId,proto3" json:"tenant_id,omitempty"`
+	GrantId       string                 `protobuf:"bytes,2,opt,name=grant_id,json=grantId,proto3" json:"grant_id,omitempty"`
+	KeyId         string                 `protobuf:"bytes,3,opt,name=key_id,json=keyId,proto3" json:"key_id,omitempty"`
+	Signature     []byte                 `protobuf:"bytes,4,opt,name=signature,proto3" json:"signature,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ApproveGrantRequest) Reset() {
+	*x = ApproveGrantRequest{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[56]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ApproveGrantRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ApproveGrantRequest) ProtoMessage() {}
+
+func (x *ApproveGrantRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[56]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ApproveGrantRequest.ProtoReflect.Descriptor instead.
+func (*ApproveGrantRequest) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{56}
+}
+
+func (x *ApproveGrantRequest) GetTenantId() string {
+	if x != nil {
+		return x.TenantId
+	}
+	return ""
+}
+
+func (x *ApproveGrantRequest) GetGrantId() string {
+	if x != nil {
+		return x.GrantId
+	}
+	return ""
+}
+
+func (x *ApproveGrantRequest) GetKeyId() string {
+	if x != nil {
+		return x.KeyId
+	}
+	return ""
+}
+
+func (x *ApproveGrantRequest) GetSignature() []byte {
+	if x != nil {
+		return x.Signature
+	}
+	return nil
+}
+
+type ApproveGrantResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Grant         *GrantRecord           `protobuf:"bytes,1,opt,name=grant,proto3" json:"grant,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ApproveGrantResponse) Reset() {
+	*x = ApproveGrantResponse{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[57]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ApproveGrantResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ApproveGrantResponse) ProtoMessage() {}
+
+func (x *ApproveGrantResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[57]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ApproveGrantResponse.ProtoReflect.Descriptor instead.
+func (*ApproveGrantResponse) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{57}
+}
+
+func (x *ApproveGrantResponse) GetGrant() *GrantRecord {
+	if x != nil {
+		return x.Grant
+	}
+	return nil
 }
 
 type Workflow struct {
@@ -1901,7 +3469,7 @@ type Workflow struct {
 
 func (x *Workflow) Reset() {
 	*x = Workflow{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[32]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[58]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1913,7 +3481,7 @@ func (x *Workflow) String() string {
 func (*Workflow) ProtoMessage() {}
 
 func (x *Workflow) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[32]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[58]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1926,7 +3494,7 @@ func (x *Workflow) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Workflow.ProtoReflect.Descriptor instead.
 func (*Workflow) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{32}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{58}
 }
 
 func (x *Workflow) GetId() string {
@@ -1997,7 +3565,7 @@ type Step struct {
 
 func (x *Step) Reset() {
 	*x = Step{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[33]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[59]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2009,7 +3577,7 @@ func (x *Step) String() string {
 func (*Step) ProtoMessage() {}
 
 func (x *Step) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[33]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[59]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2022,7 +3590,7 @@ func (x *Step) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Step.ProtoReflect.Descriptor instead.
 func (*Step) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{33}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{59}
 }
 
 func (x *Step) GetId() string {
@@ -2087,7 +3655,7 @@ type StartWorkflowRequest struct {
 
 func (x *StartWorkflowRequest) Reset() {
 	*x = StartWorkflowRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[34]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[60]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2099,7 +3667,7 @@ func (x *StartWorkflowRequest) String() string {
 func (*StartWorkflowRequest) ProtoMessage() {}
 
 func (x *StartWorkflowRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[34]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[60]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2112,7 +3680,7 @@ func (x *StartWorkflowRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartWorkflowRequest.ProtoReflect.Descriptor instead.
 func (*StartWorkflowRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{34}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{60}
 }
 
 func (x *StartWorkflowRequest) GetTenantId() string {
@@ -2145,7 +3713,7 @@ type StartWorkflowResponse struct {
 
 func (x *StartWorkflowResponse) Reset() {
 	*x = StartWorkflowResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[35]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[61]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2157,7 +3725,7 @@ func (x *StartWorkflowResponse) String() string {
 func (*StartWorkflowResponse) ProtoMessage() {}
 
 func (x *StartWorkflowResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[35]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[61]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2170,7 +3738,7 @@ func (x *StartWorkflowResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartWorkflowResponse.ProtoReflect.Descriptor instead.
 func (*StartWorkflowResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{35}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{61}
 }
 
 func (x *StartWorkflowResponse) GetWorkflowId() string {
@@ -2190,7 +3758,7 @@ type CancelWorkflowRequest struct {
 
 func (x *CancelWorkflowRequest) Reset() {
 	*x = CancelWorkflowRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[36]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[62]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2202,7 +3770,7 @@ func (x *CancelWorkflowRequest) String() string {
 func (*CancelWorkflowRequest) ProtoMessage() {}
 
 func (x *CancelWorkflowRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[36]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[62]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2215,7 +3783,7 @@ func (x *CancelWorkflowRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelWorkflowRequest.ProtoReflect.Descriptor instead.
 func (*CancelWorkflowRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{36}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{62}
 }
 
 func (x *CancelWorkflowRequest) GetTenantId() string {
@@ -2240,7 +3808,7 @@ type CancelWorkflowResponse struct {
 
 func (x *CancelWorkflowResponse) Reset() {
 	*x = CancelWorkflowResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[37]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[63]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2252,7 +3820,7 @@ func (x *CancelWorkflowResponse) String() string {
 func (*CancelWorkflowResponse) ProtoMessage() {}
 
 func (x *CancelWorkflowResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[37]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[63]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2265,7 +3833,7 @@ func (x *CancelWorkflowResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelWorkflowResponse.ProtoReflect.Descriptor instead.
 func (*CancelWorkflowResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{37}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{63}
 }
 
 type GetWorkflowRequest struct {
@@ -2278,7 +3846,7 @@ type GetWorkflowRequest struct {
 
 func (x *GetWorkflowRequest) Reset() {
 	*x = GetWorkflowRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[38]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[64]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2290,7 +3858,7 @@ func (x *GetWorkflowRequest) String() string {
 func (*GetWorkflowRequest) ProtoMessage() {}
 
 func (x *GetWorkflowRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[38]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[64]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2303,7 +3871,7 @@ func (x *GetWorkflowRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetWorkflowRequest.ProtoReflect.Descriptor instead.
 func (*GetWorkflowRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{38}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{64}
 }
 
 func (x *GetWorkflowRequest) GetTenantId() string {
@@ -2329,7 +3897,7 @@ type GetWorkflowResponse struct {
 
 func (x *GetWorkflowResponse) Reset() {
 	*x = GetWorkflowResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[39]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[65]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2341,7 +3909,7 @@ func (x *GetWorkflowResponse) String() string {
 func (*GetWorkflowResponse) ProtoMessage() {}
 
 func (x *GetWorkflowResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[39]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[65]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2354,7 +3922,7 @@ func (x *GetWorkflowResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetWorkflowResponse.ProtoReflect.Descriptor instead.
 func (*GetWorkflowResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{39}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{65}
 }
 
 func (x *GetWorkflowResponse) GetWorkflow() *Workflow {
@@ -2373,7 +3941,7 @@ type ListWorkflowsRequest struct {
 
 func (x *ListWorkflowsRequest) Reset() {
 	*x = ListWorkflowsRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[40]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[66]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2385,7 +3953,7 @@ func (x *ListWorkflowsRequest) String() string {
 func (*ListWorkflowsRequest) ProtoMessage() {}
 
 func (x *ListWorkflowsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[40]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[66]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2398,7 +3966,7 @@ func (x *ListWorkflowsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListWorkflowsRequest.ProtoReflect.Descriptor instead.
 func (*ListWorkflowsRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{40}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{66}
 }
 
 func (x *ListWorkflowsRequest) GetTenantId() string {
@@ -2417,7 +3985,7 @@ type ListWorkflowsResponse struct {
 
 func (x *ListWorkflowsResponse) Reset() {
 	*x = ListWorkflowsResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[41]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[67]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2429,7 +3997,7 @@ func (x *ListWorkflowsResponse) String() string {
 func (*ListWorkflowsResponse) ProtoMessage() {}
 
 func (x *ListWorkflowsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[41]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[67]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2442,7 +4010,7 @@ func (x *ListWorkflowsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListWorkflowsResponse.ProtoReflect.Descriptor instead.
 func (*ListWorkflowsResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{41}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{67}
 }
 
 func (x *ListWorkflowsResponse) GetItems() []*Workflow {
@@ -2465,7 +4033,7 @@ type ImportArtifactRequest struct {
 
 func (x *ImportArtifactRequest) Reset() {
 	*x = ImportArtifactRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[42]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[68]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2477,7 +4045,7 @@ func (x *ImportArtifactRequest) String() string {
 func (*ImportArtifactRequest) ProtoMessage() {}
 
 func (x *ImportArtifactRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[42]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[68]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2490,7 +4058,7 @@ func (x *ImportArtifactRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportArtifactRequest.ProtoReflect.Descriptor instead.
 func (*ImportArtifactRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{42}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{68}
 }
 
 func (x *ImportArtifactRequest) GetPart() isImportArtifactRequest_Part {
@@ -2547,7 +4115,7 @@ type ImportHeader struct {
 
 func (x *ImportHeader) Reset() {
 	*x = ImportHeader{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[43]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[69]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2559,7 +4127,7 @@ func (x *ImportHeader) String() string {
 func (*ImportHeader) ProtoMessage() {}
 
 func (x *ImportHeader) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[43]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[69]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2572,7 +4140,7 @@ func (x *ImportHeader) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportHeader.ProtoReflect.Descriptor instead.
 func (*ImportHeader) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{43}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{69}
 }
 
 func (x *ImportHeader) GetTenantId() string {
@@ -2618,7 +4186,7 @@ type Artifact struct {
 
 func (x *Artifact) Reset() {
 	*x = Artifact{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[44]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[70]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2630,7 +4198,7 @@ func (x *Artifact) String() string {
 func (*Artifact) ProtoMessage() {}
 
 func (x *Artifact) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[44]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[70]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2643,7 +4211,7 @@ func (x *Artifact) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Artifact.ProtoReflect.Descriptor instead.
 func (*Artifact) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{44}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{70}
 }
 
 func (x *Artifact) GetName() string {
@@ -2704,7 +4272,7 @@ type ImportArtifactResponse struct {
 
 func (x *ImportArtifactResponse) Reset() {
 	*x = ImportArtifactResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[45]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[71]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2716,7 +4284,7 @@ func (x *ImportArtifactResponse) String() string {
 func (*ImportArtifactResponse) ProtoMessage() {}
 
 func (x *ImportArtifactResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[45]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[71]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2729,7 +4297,7 @@ func (x *ImportArtifactResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportArtifactResponse.ProtoReflect.Descriptor instead.
 func (*ImportArtifactResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{45}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{71}
 }
 
 func (x *ImportArtifactResponse) GetArtifact() *Artifact {
@@ -2748,7 +4316,7 @@ type ListArtifactsRequest struct {
 
 func (x *ListArtifactsRequest) Reset() {
 	*x = ListArtifactsRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[46]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[72]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2760,7 +4328,7 @@ func (x *ListArtifactsRequest) String() string {
 func (*ListArtifactsRequest) ProtoMessage() {}
 
 func (x *ListArtifactsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[46]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[72]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2773,7 +4341,7 @@ func (x *ListArtifactsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListArtifactsRequest.ProtoReflect.Descriptor instead.
 func (*ListArtifactsRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{46}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{72}
 }
 
 func (x *ListArtifactsRequest) GetTenantId() string {
@@ -2792,7 +4360,7 @@ type ListArtifactsResponse struct {
 
 func (x *ListArtifactsResponse) Reset() {
 	*x = ListArtifactsResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[47]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[73]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2804,7 +4372,7 @@ func (x *ListArtifactsResponse) String() string {
 func (*ListArtifactsResponse) ProtoMessage() {}
 
 func (x *ListArtifactsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[47]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[73]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2817,7 +4385,7 @@ func (x *ListArtifactsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListArtifactsResponse.ProtoReflect.Descriptor instead.
 func (*ListArtifactsResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{47}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{73}
 }
 
 func (x *ListArtifactsResponse) GetItems() []*Artifact {
@@ -2841,7 +4409,7 @@ type EventRecord struct {
 
 func (x *EventRecord) Reset() {
 	*x = EventRecord{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[48]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[74]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2853,7 +4421,7 @@ func (x *EventRecord) String() string {
 func (*EventRecord) ProtoMessage() {}
 
 func (x *EventRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[48]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[74]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2866,7 +4434,7 @@ func (x *EventRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventRecord.ProtoReflect.Descriptor instead.
 func (*EventRecord) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{48}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{74}
 }
 
 func (x *EventRecord) GetAtMs() int64 {
@@ -2924,7 +4492,7 @@ type ListEventsRequest struct {
 
 func (x *ListEventsRequest) Reset() {
 	*x = ListEventsRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[49]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[75]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2936,7 +4504,7 @@ func (x *ListEventsRequest) String() string {
 func (*ListEventsRequest) ProtoMessage() {}
 
 func (x *ListEventsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[49]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[75]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2949,7 +4517,7 @@ func (x *ListEventsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListEventsRequest.ProtoReflect.Descriptor instead.
 func (*ListEventsRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{49}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{75}
 }
 
 func (x *ListEventsRequest) GetTenantId() string {
@@ -2982,7 +4550,7 @@ type ListEventsResponse struct {
 
 func (x *ListEventsResponse) Reset() {
 	*x = ListEventsResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[50]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[76]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2994,7 +4562,7 @@ func (x *ListEventsResponse) String() string {
 func (*ListEventsResponse) ProtoMessage() {}
 
 func (x *ListEventsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[50]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[76]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3007,7 +4575,7 @@ func (x *ListEventsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListEventsResponse.ProtoReflect.Descriptor instead.
 func (*ListEventsResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{50}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{76}
 }
 
 func (x *ListEventsResponse) GetItems() []*EventRecord {
@@ -3035,7 +4603,7 @@ type Driver struct {
 
 func (x *Driver) Reset() {
 	*x = Driver{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[51]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[77]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3047,7 +4615,7 @@ func (x *Driver) String() string {
 func (*Driver) ProtoMessage() {}
 
 func (x *Driver) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[51]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[77]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3060,7 +4628,7 @@ func (x *Driver) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Driver.ProtoReflect.Descriptor instead.
 func (*Driver) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{51}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{77}
 }
 
 func (x *Driver) GetId() string {
@@ -3116,7 +4684,7 @@ type ListDriversRequest struct {
 
 func (x *ListDriversRequest) Reset() {
 	*x = ListDriversRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[52]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[78]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3128,7 +4696,7 @@ func (x *ListDriversRequest) String() string {
 func (*ListDriversRequest) ProtoMessage() {}
 
 func (x *ListDriversRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[52]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[78]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3141,7 +4709,7 @@ func (x *ListDriversRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListDriversRequest.ProtoReflect.Descriptor instead.
 func (*ListDriversRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{52}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{78}
 }
 
 func (x *ListDriversRequest) GetTenantId() string {
@@ -3168,7 +4736,7 @@ type ListDriversResponse struct {
 
 func (x *ListDriversResponse) Reset() {
 	*x = ListDriversResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[53]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[79]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3180,7 +4748,7 @@ func (x *ListDriversResponse) String() string {
 func (*ListDriversResponse) ProtoMessage() {}
 
 func (x *ListDriversResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[53]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[79]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3193,7 +4761,7 @@ func (x *ListDriversResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListDriversResponse.ProtoReflect.Descriptor instead.
 func (*ListDriversResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{53}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{79}
 }
 
 func (x *ListDriversResponse) GetItems() []*Driver {
@@ -3216,7 +4784,7 @@ type PlacementRequest struct {
 
 func (x *PlacementRequest) Reset() {
 	*x = PlacementRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[54]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[80]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3228,7 +4796,7 @@ func (x *PlacementRequest) String() string {
 func (*PlacementRequest) ProtoMessage() {}
 
 func (x *PlacementRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[54]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[80]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3241,7 +4809,7 @@ func (x *PlacementRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlacementRequest.ProtoReflect.Descriptor instead.
 func (*PlacementRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{54}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{80}
 }
 
 func (x *PlacementRequest) GetTenantId() string {
@@ -3281,7 +4849,7 @@ type PlacementCandidate struct {
 
 func (x *PlacementCandidate) Reset() {
 	*x = PlacementCandidate{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[55]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[81]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3293,7 +4861,7 @@ func (x *PlacementCandidate) String() string {
 func (*PlacementCandidate) ProtoMessage() {}
 
 func (x *PlacementCandidate) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[55]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[81]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3306,7 +4874,7 @@ func (x *PlacementCandidate) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlacementCandidate.ProtoReflect.Descriptor instead.
 func (*PlacementCandidate) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{55}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{81}
 }
 
 func (x *PlacementCandidate) GetAgentId() string {
@@ -3361,7 +4929,7 @@ type PlacementResponse struct {
 
 func (x *PlacementResponse) Reset() {
 	*x = PlacementResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[56]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[82]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3373,7 +4941,7 @@ func (x *PlacementResponse) String() string {
 func (*PlacementResponse) ProtoMessage() {}
 
 func (x *PlacementResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[56]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[82]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3386,7 +4954,7 @@ func (x *PlacementResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlacementResponse.ProtoReflect.Descriptor instead.
 func (*PlacementResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{56}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{82}
 }
 
 func (x *PlacementResponse) GetItems() []*PlacementCandidate {
@@ -3416,7 +4984,7 @@ type Instance struct {
 
 func (x *Instance) Reset() {
 	*x = Instance{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[57]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[83]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3428,7 +4996,7 @@ func (x *Instance) String() string {
 func (*Instance) ProtoMessage() {}
 
 func (x *Instance) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[57]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[83]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3441,7 +5009,7 @@ func (x *Instance) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Instance.ProtoReflect.Descriptor instead.
 func (*Instance) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{57}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{83}
 }
 
 func (x *Instance) GetId() string {
@@ -3521,7 +5089,7 @@ type ApplyInstanceRequest struct {
 
 func (x *ApplyInstanceRequest) Reset() {
 	*x = ApplyInstanceRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[58]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[84]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3533,7 +5101,7 @@ func (x *ApplyInstanceRequest) String() string {
 func (*ApplyInstanceRequest) ProtoMessage() {}
 
 func (x *ApplyInstanceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[58]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[84]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3546,7 +5114,7 @@ func (x *ApplyInstanceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ApplyInstanceRequest.ProtoReflect.Descriptor instead.
 func (*ApplyInstanceRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{58}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{84}
 }
 
 func (x *ApplyInstanceRequest) GetTenantId() string {
@@ -3593,7 +5161,7 @@ type ApplyInstanceResponse struct {
 
 func (x *ApplyInstanceResponse) Reset() {
 	*x = ApplyInstanceResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[59]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[85]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3605,7 +5173,7 @@ func (x *ApplyInstanceResponse) String() string {
 func (*ApplyInstanceResponse) ProtoMessage() {}
 
 func (x *ApplyInstanceResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[59]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[85]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3618,7 +5186,7 @@ func (x *ApplyInstanceResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ApplyInstanceResponse.ProtoReflect.Descriptor instead.
 func (*ApplyInstanceResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{59}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{85}
 }
 
 func (x *ApplyInstanceResponse) GetInstance() *Instance {
@@ -3639,7 +5207,7 @@ type ListInstancesRequest struct {
 
 func (x *ListInstancesRequest) Reset() {
 	*x = ListInstancesRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[60]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[86]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3651,7 +5219,7 @@ func (x *ListInstancesRequest) String() string {
 func (*ListInstancesRequest) ProtoMessage() {}
 
 func (x *ListInstancesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[60]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[86]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3664,7 +5232,7 @@ func (x *ListInstancesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListInstancesRequest.ProtoReflect.Descriptor instead.
 func (*ListInstancesRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{60}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{86}
 }
 
 func (x *ListInstancesRequest) GetTenantId() string {
@@ -3690,7 +5258,7 @@ type ListInstancesResponse struct {
 
 func (x *ListInstancesResponse) Reset() {
 	*x = ListInstancesResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[61]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[87]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3702,7 +5270,7 @@ func (x *ListInstancesResponse) String() string {
 func (*ListInstancesResponse) ProtoMessage() {}
 
 func (x *ListInstancesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[61]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[87]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3715,7 +5283,7 @@ func (x *ListInstancesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListInstancesResponse.ProtoReflect.Descriptor instead.
 func (*ListInstancesResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{61}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{87}
 }
 
 func (x *ListInstancesResponse) GetItems() []*Instance {
@@ -3737,7 +5305,7 @@ type RemoveInstanceRequest struct {
 
 func (x *RemoveInstanceRequest) Reset() {
 	*x = RemoveInstanceRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[62]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[88]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3749,7 +5317,7 @@ func (x *RemoveInstanceRequest) String() string {
 func (*RemoveInstanceRequest) ProtoMessage() {}
 
 func (x *RemoveInstanceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[62]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[88]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3762,7 +5330,7 @@ func (x *RemoveInstanceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveInstanceRequest.ProtoReflect.Descriptor instead.
 func (*RemoveInstanceRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{62}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{88}
 }
 
 func (x *RemoveInstanceRequest) GetTenantId() string {
@@ -3794,7 +5362,7 @@ type RemoveInstanceResponse struct {
 
 func (x *RemoveInstanceResponse) Reset() {
 	*x = RemoveInstanceResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[63]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[89]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3806,7 +5374,7 @@ func (x *RemoveInstanceResponse) String() string {
 func (*RemoveInstanceResponse) ProtoMessage() {}
 
 func (x *RemoveInstanceResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[63]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[89]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3819,7 +5387,7 @@ func (x *RemoveInstanceResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveInstanceResponse.ProtoReflect.Descriptor instead.
 func (*RemoveInstanceResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{63}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{89}
 }
 
 var File_appliance_api_computev1_compute_proto protoreflect.FileDescriptor
@@ -3827,7 +5395,23 @@ var File_appliance_api_computev1_compute_proto protoreflect.FileDescriptor
 const file_appliance_api_computev1_compute_proto_rawDesc = "" +
 	"\n" +
 	"%appliance/api/computev1/compute.proto\x12\n" +
-	"compute.v1\x1a\x1cgoogle/protobuf/struct.proto\"\xb1\x01\n" +
+	"compute.v1\x1a\x1cgoogle/protobuf/struct.proto\":\n" +
+	"\x0eSiteHttpHeader\x12\x12\n" +
+	"\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n" +
+	"\x05value\x18\x02 \x01(\tR\x05value\"\x81\x02\n" +
+	"\x14SiteHttpProxyRequest\x12\x1b\n" +
+	"\ttenant_id\x18\x01 \x01(\tR\btenantId\x12\x12\n" +
+	"\x04site\x18\x02 \x01(\tR\x04site\x12\x16\n" +
+	"\x06method\x18\x03 \x01(\tR\x06method\x12\x10\n" +
+	"\x03url\x18\x04 \x01(\tR\x03url\x124\n" +
+	"\aheaders\x18\x05 \x03(\v2\x1a.compute.v1.SiteHttpHeaderR\aheaders\x12\x12\n" +
+	"\x04body\x18\x06 \x01(\fR\x04body\x12\x1c\n" +
+	"\tredirects\x18\a \x01(\rR\tredirects\x12&\n" +
+	"\x0ftls_spki_sha256\x18\b \x01(\tR\rtlsSpkiSha256\"y\n" +
+	"\x15SiteHttpProxyResponse\x12\x16\n" +
+	"\x06status\x18\x01 \x01(\rR\x06status\x124\n" +
+	"\aheaders\x18\x02 \x03(\v2\x1a.compute.v1.SiteHttpHeaderR\aheaders\x12\x12\n" +
+	"\x04data\x18\x03 \x01(\fR\x04data\"\xb1\x01\n" +
 	"\x04Site\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x19\n" +
@@ -3878,7 +5462,7 @@ const file_appliance_api_computev1_compute_proto_rawDesc = "" +
 	"\aaddress\x18\x02 \x01(\tR\aaddress\x12'\n" +
 	"\x0fcredentials_ref\x18\x03 \x01(\tR\x0ecredentialsRef\x12&\n" +
 	"\x0ftls_spki_sha256\x18\x04 \x01(\tR\rtlsSpkiSha256\x12.\n" +
-	"\x13driver_options_json\x18\x05 \x01(\tR\x11driverOptionsJson\"\xf6\x03\n" +
+	"\x13driver_options_json\x18\x05 \x01(\tR\x11driverOptionsJson\"\xb5\x04\n" +
 	"\aMachine\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x17\n" +
@@ -3894,7 +5478,10 @@ const file_appliance_api_computev1_compute_proto_rawDesc = "" +
 	" \x01(\tR\tagentRole\x12!\n" +
 	"\fagent_online\x18\v \x01(\bR\vagentOnline\x12:\n" +
 	"\adrivers\x18\f \x03(\v2 .compute.v1.Machine.DriversEntryR\adrivers\x12)\n" +
-	"\x10hardware_profile\x18\r \x01(\tR\x0fhardwareProfile\x1aU\n" +
+	"\x10hardware_profile\x18\r \x01(\tR\x0fhardwareProfile\x12\x1c\n" +
+	"\tprotected\x18\x0e \x01(\bR\tprotected\x12\x1f\n" +
+	"\vpower_asked\x18\x0f \x01(\tR\n" +
+	"powerAsked\x1aU\n" +
 	"\fDriversEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12/\n" +
 	"\x05value\x18\x02 \x01(\v2\x19.compute.v1.DriverBindingR\x05value:\x028\x01\"H\n" +
@@ -3964,7 +5551,99 @@ const file_appliance_api_computev1_compute_proto_rawDesc = "" +
 	"\x13ssh_authorized_keys\x18\x06 \x03(\tR\x11sshAuthorizedKeys\"1\n" +
 	"\x0eDeployResponse\x12\x1f\n" +
 	"\vworkflow_id\x18\x01 \x01(\tR\n" +
-	"workflowId\"\xcf\x01\n" +
+	"workflowId\"\x82\x01\n" +
+	"\x0eOperateRequest\x12\x1b\n" +
+	"\ttenant_id\x18\x01 \x01(\tR\btenantId\x12\x18\n" +
+	"\amachine\x18\x02 \x01(\tR\amachine\x12\x1c\n" +
+	"\toperation\x18\x03 \x01(\tR\toperation\x12\x1b\n" +
+	"\targs_json\x18\x04 \x01(\tR\bargsJson\"Q\n" +
+	"\x0fOperateResponse\x12\x1d\n" +
+	"\n" +
+	"command_id\x18\x01 \x01(\tR\tcommandId\x12\x1f\n" +
+	"\vresult_json\x18\x02 \x01(\tR\n" +
+	"resultJson\"O\n" +
+	"\x11GetCommandRequest\x12\x1b\n" +
+	"\ttenant_id\x18\x01 \x01(\tR\btenantId\x12\x1d\n" +
+	"\n" +
+	"command_id\x18\x02 \x01(\tR\tcommandId\"\xab\x01\n" +
+	"\x12GetCommandResponse\x12\x14\n" +
+	"\x05state\x18\x01 \x01(\tR\x05state\x12\x1a\n" +
+	"\bprogress\x18\x02 \x01(\tR\bprogress\x12\x1f\n" +
+	"\vresult_json\x18\x03 \x01(\tR\n" +
+	"resultJson\x12\x1d\n" +
+	"\n" +
+	"error_code\x18\x04 \x01(\tR\terrorCode\x12#\n" +
+	"\rerror_message\x18\x05 \x01(\tR\ferrorMessage\"Q\n" +
+	"\x18RotateCredentialsRequest\x12\x1b\n" +
+	"\ttenant_id\x18\x01 \x01(\tR\btenantId\x12\x18\n" +
+	"\amachine\x18\x02 \x01(\tR\amachine\":\n" +
+	"\x19RotateCredentialsResponse\x12\x1d\n" +
+	"\n" +
+	"command_id\x18\x01 \x01(\tR\tcommandId\"\x8a\x01\n" +
+	"\x10RebindBmcRequest\x12\x1b\n" +
+	"\ttenant_id\x18\x01 \x01(\tR\btenantId\x12\x18\n" +
+	"\amachine\x18\x02 \x01(\tR\amachine\x12!\n" +
+	"\x03bmc\x18\x03 \x01(\v2\x0f.compute.v1.BmcR\x03bmc\x12\x1c\n" +
+	"\tprotected\x18\x04 \x01(\bR\tprotected\"2\n" +
+	"\x11RebindBmcResponse\x12\x1d\n" +
+	"\n" +
+	"command_id\x18\x01 \x01(\tR\tcommandId\"b\n" +
+	"\x13ConfirmPowerRequest\x12\x1b\n" +
+	"\ttenant_id\x18\x01 \x01(\tR\btenantId\x12\x18\n" +
+	"\amachine\x18\x02 \x01(\tR\amachine\x12\x14\n" +
+	"\x05power\x18\x03 \x01(\tR\x05power\"\x16\n" +
+	"\x14ConfirmPowerResponse\"`\n" +
+	"\x0eConsoleRequest\x12-\n" +
+	"\x04open\x18\x01 \x01(\v2\x17.compute.v1.ConsoleOpenH\x00R\x04open\x12\x14\n" +
+	"\x04data\x18\x02 \x01(\fH\x00R\x04dataB\t\n" +
+	"\arequest\"\x85\x01\n" +
+	"\vConsoleOpen\x12\x1b\n" +
+	"\ttenant_id\x18\x01 \x01(\tR\btenantId\x12\x18\n" +
+	"\amachine\x18\x02 \x01(\tR\amachine\x12\x1a\n" +
+	"\btakeover\x18\x03 \x01(\bR\btakeover\x12#\n" +
+	"\rhistory_bytes\x18\x04 \x01(\rR\fhistoryBytes\"%\n" +
+	"\x0fConsoleResponse\x12\x12\n" +
+	"\x04data\x18\x01 \x01(\fR\x04data\"\xb3\x01\n" +
+	"\vGrantRecord\x12\x19\n" +
+	"\bgrant_id\x18\x01 \x01(\tR\agrantId\x12\x18\n" +
+	"\apayload\x18\x02 \x01(\fR\apayload\x12\x18\n" +
+	"\atargets\x18\x03 \x03(\tR\atargets\x12\x1c\n" +
+	"\tapprovers\x18\x04 \x03(\tR\tapprovers\x12\x16\n" +
+	"\x06needed\x18\x05 \x01(\rR\x06needed\x12\x1f\n" +
+	"\vproposed_ms\x18\x06 \x01(\x03R\n" +
+	"proposedMs\"\\\n" +
+	"\x10GrantedOperation\x12\x12\n" +
+	"\x04kind\x18\x01 \x01(\tR\x04kind\x12\x1c\n" +
+	"\toperation\x18\x02 \x01(\tR\toperation\x12\x16\n" +
+	"\x06action\x18\x03 \x01(\tR\x06action\"\x8e\x02\n" +
+	"\x13ProposeGrantRequest\x12\x1b\n" +
+	"\ttenant_id\x18\x01 \x01(\tR\btenantId\x12<\n" +
+	"\n" +
+	"operations\x18\x02 \x03(\v2\x1c.compute.v1.GrantedOperationR\n" +
+	"operations\x12\x1a\n" +
+	"\bmachines\x18\x03 \x03(\tR\bmachines\x12'\n" +
+	"\x0fartifact_sha256\x18\x04 \x03(\tR\x0eartifactSha256\x12&\n" +
+	"\x0fuses_per_target\x18\x05 \x01(\rR\rusesPerTarget\x12\x17\n" +
+	"\avalid_s\x18\x06 \x01(\rR\x06validS\x12\x16\n" +
+	"\x06reason\x18\a \x01(\tR\x06reason\"E\n" +
+	"\x14ProposeGrantResponse\x12-\n" +
+	"\x05grant\x18\x01 \x01(\v2\x17.compute.v1.GrantRecordR\x05grant\"I\n" +
+	"\x0fGetGrantRequest\x12\x1b\n" +
+	"\ttenant_id\x18\x01 \x01(\tR\btenantId\x12\x19\n" +
+	"\bgrant_id\x18\x02 \x01(\tR\agrantId\"A\n" +
+	"\x10GetGrantResponse\x12-\n" +
+	"\x05grant\x18\x01 \x01(\v2\x17.compute.v1.GrantRecordR\x05grant\"0\n" +
+	"\x11ListGrantsRequest\x12\x1b\n" +
+	"\ttenant_id\x18\x01 \x01(\tR\btenantId\"C\n" +
+	"\x12ListGrantsResponse\x12-\n" +
+	"\x05items\x18\x01 \x03(\v2\x17.compute.v1.GrantRecordR\x05items\"\x82\x01\n" +
+	"\x13ApproveGrantRequest\x12\x1b\n" +
+	"\ttenant_id\x18\x01 \x01(\tR\btenantId\x12\x19\n" +
+	"\bgrant_id\x18\x02 \x01(\tR\agrantId\x12\x15\n" +
+	"\x06key_id\x18\x03 \x01(\tR\x05keyId\x12\x1c\n" +
+	"\tsignature\x18\x04 \x01(\fR\tsignature\"E\n" +
+	"\x14ApproveGrantResponse\x12-\n" +
+	"\x05grant\x18\x01 \x01(\v2\x17.compute.v1.GrantRecordR\x05grant\"\xcf\x01\n" +
 	"\bWorkflow\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x1d\n" +
@@ -4110,15 +5789,16 @@ const file_appliance_api_computev1_compute_proto_rawDesc = "" +
 	"\ttenant_id\x18\x01 \x01(\tR\btenantId\x12\x1a\n" +
 	"\binstance\x18\x02 \x01(\tR\binstance\x12\x18\n" +
 	"\amachine\x18\x03 \x01(\tR\amachine\"\x18\n" +
-	"\x16RemoveInstanceResponse2\x92\x01\n" +
+	"\x16RemoveInstanceResponse2\xe6\x01\n" +
 	"\vSiteService\x12>\n" +
 	"\x03Add\x12\x1a.compute.v1.AddSiteRequest\x1a\x1b.compute.v1.AddSiteResponse\x12C\n" +
-	"\x04List\x12\x1c.compute.v1.ListSitesRequest\x1a\x1d.compute.v1.ListSitesResponse2\x92\x01\n" +
+	"\x04List\x12\x1c.compute.v1.ListSitesRequest\x1a\x1d.compute.v1.ListSitesResponse\x12R\n" +
+	"\tHttpProxy\x12 .compute.v1.SiteHttpProxyRequest\x1a!.compute.v1.SiteHttpProxyResponse0\x012\x92\x01\n" +
 	"\vPoolService\x12>\n" +
 	"\x03Add\x12\x1a.compute.v1.AddPoolRequest\x1a\x1b.compute.v1.AddPoolResponse\x12C\n" +
 	"\x04List\x12\x1c.compute.v1.ListPoolsRequest\x1a\x1d.compute.v1.ListPoolsResponse2S\n" +
 	"\rSecretService\x12B\n" +
-	"\x03Put\x12\x1c.compute.v1.PutSecretRequest\x1a\x1d.compute.v1.PutSecretResponse2\xd7\x04\n" +
+	"\x03Put\x12\x1c.compute.v1.PutSecretRequest\x1a\x1d.compute.v1.PutSecretResponse2\xaf\b\n" +
 	"\fMetalService\x12M\n" +
 	"\x06Enroll\x12 .compute.v1.EnrollMachineRequest\x1a!.compute.v1.EnrollMachineResponse\x12I\n" +
 	"\x04List\x12\x1f.compute.v1.ListMachinesRequest\x1a .compute.v1.ListMachinesResponse\x12D\n" +
@@ -4127,7 +5807,19 @@ const file_appliance_api_computev1_compute_proto_rawDesc = "" +
 	"\bSetPower\x12\x1b.compute.v1.SetPowerRequest\x1a\x1c.compute.v1.SetPowerResponse\x12T\n" +
 	"\rSetBootDevice\x12 .compute.v1.SetBootDeviceRequest\x1a!.compute.v1.SetBootDeviceResponse\x12B\n" +
 	"\aInspect\x12\x1a.compute.v1.InspectRequest\x1a\x1b.compute.v1.InspectResponse\x12?\n" +
-	"\x06Deploy\x12\x19.compute.v1.DeployRequest\x1a\x1a.compute.v1.DeployResponse2\xc5\x02\n" +
+	"\x06Deploy\x12\x19.compute.v1.DeployRequest\x1a\x1a.compute.v1.DeployResponse\x12B\n" +
+	"\aOperate\x12\x1a.compute.v1.OperateRequest\x1a\x1b.compute.v1.OperateResponse\x12K\n" +
+	"\n" +
+	"GetCommand\x12\x1d.compute.v1.GetCommandRequest\x1a\x1e.compute.v1.GetCommandResponse\x12`\n" +
+	"\x11RotateCredentials\x12$.compute.v1.RotateCredentialsRequest\x1a%.compute.v1.RotateCredentialsResponse\x12H\n" +
+	"\tRebindBmc\x12\x1c.compute.v1.RebindBmcRequest\x1a\x1d.compute.v1.RebindBmcResponse\x12Q\n" +
+	"\fConfirmPower\x12\x1f.compute.v1.ConfirmPowerRequest\x1a .compute.v1.ConfirmPowerResponse\x12F\n" +
+	"\aConsole\x12\x1a.compute.v1.ConsoleRequest\x1a\x1b.compute.v1.ConsoleResponse(\x010\x012\xb3\x02\n" +
+	"\fGrantService\x12L\n" +
+	"\aPropose\x12\x1f.compute.v1.ProposeGrantRequest\x1a .compute.v1.ProposeGrantResponse\x12@\n" +
+	"\x03Get\x12\x1b.compute.v1.GetGrantRequest\x1a\x1c.compute.v1.GetGrantResponse\x12E\n" +
+	"\x04List\x12\x1d.compute.v1.ListGrantsRequest\x1a\x1e.compute.v1.ListGrantsResponse\x12L\n" +
+	"\aApprove\x12\x1f.compute.v1.ApproveGrantRequest\x1a .compute.v1.ApproveGrantResponse2\xc5\x02\n" +
 	"\x0fWorkflowService\x12L\n" +
 	"\x05Start\x12 .compute.v1.StartWorkflowRequest\x1a!.compute.v1.StartWorkflowResponse\x12O\n" +
 	"\x06Cancel\x12!.compute.v1.CancelWorkflowRequest\x1a\".compute.v1.CancelWorkflowResponse\x12F\n" +
@@ -4159,165 +5851,222 @@ func file_appliance_api_computev1_compute_proto_rawDescGZIP() []byte {
 	return file_appliance_api_computev1_compute_proto_rawDescData
 }
 
-var file_appliance_api_computev1_compute_proto_msgTypes = make([]protoimpl.MessageInfo, 69)
+var file_appliance_api_computev1_compute_proto_msgTypes = make([]protoimpl.MessageInfo, 95)
 var file_appliance_api_computev1_compute_proto_goTypes = []any{
-	(*Site)(nil),                   // 0: compute.v1.Site
-	(*AddSiteRequest)(nil),         // 1: compute.v1.AddSiteRequest
-	(*AddSiteResponse)(nil),        // 2: compute.v1.AddSiteResponse
-	(*ListSitesRequest)(nil),       // 3: compute.v1.ListSitesRequest
-	(*ListSitesResponse)(nil),      // 4: compute.v1.ListSitesResponse
-	(*Pool)(nil),                   // 5: compute.v1.Pool
-	(*PoolPolicy)(nil),             // 6: compute.v1.PoolPolicy
-	(*AddPoolRequest)(nil),         // 7: compute.v1.AddPoolRequest
-	(*AddPoolResponse)(nil),        // 8: compute.v1.AddPoolResponse
-	(*ListPoolsRequest)(nil),       // 9: compute.v1.ListPoolsRequest
-	(*ListPoolsResponse)(nil),      // 10: compute.v1.ListPoolsResponse
-	(*PutSecretRequest)(nil),       // 11: compute.v1.PutSecretRequest
-	(*PutSecretResponse)(nil),      // 12: compute.v1.PutSecretResponse
-	(*Bmc)(nil),                    // 13: compute.v1.Bmc
-	(*Machine)(nil),                // 14: compute.v1.Machine
-	(*DriverBinding)(nil),          // 15: compute.v1.DriverBinding
-	(*EnrollMachineRequest)(nil),   // 16: compute.v1.EnrollMachineRequest
-	(*EnrollMachineResponse)(nil),  // 17: compute.v1.EnrollMachineResponse
-	(*ListMachinesRequest)(nil),    // 18: compute.v1.ListMachinesRequest
-	(*ListMachinesResponse)(nil),   // 19: compute.v1.ListMachinesResponse
-	(*GetMachineRequest)(nil),      // 20: compute.v1.GetMachineRequest
-	(*GetMachineResponse)(nil),     // 21: compute.v1.GetMachineResponse
-	(*GetPowerRequest)(nil),        // 22: compute.v1.GetPowerRequest
-	(*GetPowerResponse)(nil),       // 23: compute.v1.GetPowerResponse
-	(*SetPowerRequest)(nil),        // 24: compute.v1.SetPowerRequest
-	(*SetPowerResponse)(nil),       // 25: compute.v1.SetPowerResponse
-	(*SetBootDeviceRequest)(nil),   // 26: compute.v1.SetBootDeviceRequest
-	(*SetBootDeviceResponse)(nil),  // 27: compute.v1.SetBootDeviceResponse
-	(*InspectRequest)(nil),         // 28: compute.v1.InspectRequest
-	(*InspectResponse)(nil),        // 29: compute.v1.InspectResponse
-	(*DeployRequest)(nil),          // 30: compute.v1.DeployRequest
-	(*DeployResponse)(nil),         // 31: compute.v1.DeployResponse
-	(*Workflow)(nil),               // 32: compute.v1.Workflow
-	(*Step)(nil),                   // 33: compute.v1.Step
-	(*StartWorkflowRequest)(nil),   // 34: compute.v1.StartWorkflowRequest
-	(*StartWorkflowResponse)(nil),  // 35: compute.v1.StartWorkflowResponse
-	(*CancelWorkflowRequest)(nil),  // 36: compute.v1.CancelWorkflowRequest
-	(*CancelWorkflowResponse)(nil), // 37: compute.v1.CancelWorkflowResponse
-	(*GetWorkflowRequest)(nil),     // 38: compute.v1.GetWorkflowRequest
-	(*GetWorkflowResponse)(nil),    // 39: compute.v1.GetWorkflowResponse
-	(*ListWorkflowsRequest)(nil),   // 40: compute.v1.ListWorkflowsRequest
-	(*ListWorkflowsResponse)(nil),  // 41: compute.v1.ListWorkflowsResponse
-	(*ImportArtifactRequest)(nil),  // 42: compute.v1.ImportArtifactRequest
-	(*ImportHeader)(nil),           // 43: compute.v1.ImportHeader
-	(*Artifact)(nil),               // 44: compute.v1.Artifact
-	(*ImportArtifactResponse)(nil), // 45: compute.v1.ImportArtifactResponse
-	(*ListArtifactsRequest)(nil),   // 46: compute.v1.ListArtifactsRequest
-	(*ListArtifactsResponse)(nil),  // 47: compute.v1.ListArtifactsResponse
-	(*EventRecord)(nil),            // 48: compute.v1.EventRecord
-	(*ListEventsRequest)(nil),      // 49: compute.v1.ListEventsRequest
-	(*ListEventsResponse)(nil),     // 50: compute.v1.ListEventsResponse
-	(*Driver)(nil),                 // 51: compute.v1.Driver
-	(*ListDriversRequest)(nil),     // 52: compute.v1.ListDriversRequest
-	(*ListDriversResponse)(nil),    // 53: compute.v1.ListDriversResponse
-	(*PlacementRequest)(nil),       // 54: compute.v1.PlacementRequest
-	(*PlacementCandidate)(nil),     // 55: compute.v1.PlacementCandidate
-	(*PlacementResponse)(nil),      // 56: compute.v1.PlacementResponse
-	(*Instance)(nil),               // 57: compute.v1.Instance
-	(*ApplyInstanceRequest)(nil),   // 58: compute.v1.ApplyInstanceRequest
-	(*ApplyInstanceResponse)(nil),  // 59: compute.v1.ApplyInstanceResponse
-	(*ListInstancesRequest)(nil),   // 60: compute.v1.ListInstancesRequest
-	(*ListInstancesResponse)(nil),  // 61: compute.v1.ListInstancesResponse
-	(*RemoveInstanceRequest)(nil),  // 62: compute.v1.RemoveInstanceRequest
-	(*RemoveInstanceResponse)(nil), // 63: compute.v1.RemoveInstanceResponse
-	nil,                            // 64: compute.v1.Machine.DriversEntry
-	nil,                            // 65: compute.v1.EnrollMachineRequest.DriversEntry
-	nil,                            // 66: compute.v1.Driver.RetrySafeEntry
-	nil,                            // 67: compute.v1.PlacementRequest.NodeLabelsEntry
-	nil,                            // 68: compute.v1.PlacementCandidate.LabelsEntry
-	(*structpb.ListValue)(nil),     // 69: google.protobuf.ListValue
+	(*SiteHttpHeader)(nil),            // 0: compute.v1.SiteHttpHeader
+	(*SiteHttpProxyRequest)(nil),      // 1: compute.v1.SiteHttpProxyRequest
+	(*SiteHttpProxyResponse)(nil),     // 2: compute.v1.SiteHttpProxyResponse
+	(*Site)(nil),                      // 3: compute.v1.Site
+	(*AddSiteRequest)(nil),            // 4: compute.v1.AddSiteRequest
+	(*AddSiteResponse)(nil),           // 5: compute.v1.AddSiteResponse
+	(*ListSitesRequest)(nil),          // 6: compute.v1.ListSitesRequest
+	(*ListSitesResponse)(nil),         // 7: compute.v1.ListSitesResponse
+	(*Pool)(nil),                      // 8: compute.v1.Pool
+	(*PoolPolicy)(nil),                // 9: compute.v1.PoolPolicy
+	(*AddPoolRequest)(nil),            // 10: compute.v1.AddPoolRequest
+	(*AddPoolResponse)(nil),           // 11: compute.v1.AddPoolResponse
+	(*ListPoolsRequest)(nil),          // 12: compute.v1.ListPoolsRequest
+	(*ListPoolsResponse)(nil),         // 13: compute.v1.ListPoolsResponse
+	(*PutSecretRequest)(nil),          // 14: compute.v1.PutSecretRequest
+	(*PutSecretResponse)(nil),         // 15: compute.v1.PutSecretResponse
+	(*Bmc)(nil),                       // 16: compute.v1.Bmc
+	(*Machine)(nil),                   // 17: compute.v1.Machine
+	(*DriverBinding)(nil),             // 18: compute.v1.DriverBinding
+	(*EnrollMachineRequest)(nil),      // 19: compute.v1.EnrollMachineRequest
+	(*EnrollMachineResponse)(nil),     // 20: compute.v1.EnrollMachineResponse
+	(*ListMachinesRequest)(nil),       // 21: compute.v1.ListMachinesRequest
+	(*ListMachinesResponse)(nil),      // 22: compute.v1.ListMachinesResponse
+	(*GetMachineRequest)(nil),         // 23: compute.v1.GetMachineRequest
+	(*GetMachineResponse)(nil),        // 24: compute.v1.GetMachineResponse
+	(*GetPowerRequest)(nil),           // 25: compute.v1.GetPowerRequest
+	(*GetPowerResponse)(nil),          // 26: compute.v1.GetPowerResponse
+	(*SetPowerRequest)(nil),           // 27: compute.v1.SetPowerRequest
+	(*SetPowerResponse)(nil),          // 28: compute.v1.SetPowerResponse
+	(*SetBootDeviceRequest)(nil),      // 29: compute.v1.SetBootDeviceRequest
+	(*SetBootDeviceResponse)(nil),     // 30: compute.v1.SetBootDeviceResponse
+	(*InspectRequest)(nil),            // 31: compute.v1.InspectRequest
+	(*InspectResponse)(nil),           // 32: compute.v1.InspectResponse
+	(*DeployRequest)(nil),             // 33: compute.v1.DeployRequest
+	(*DeployResponse)(nil),            // 34: compute.v1.DeployResponse
+	(*OperateRequest)(nil),            // 35: compute.v1.OperateRequest
+	(*OperateResponse)(nil),           // 36: compute.v1.OperateResponse
+	(*GetCommandRequest)(nil),         // 37: compute.v1.GetCommandRequest
+	(*GetCommandResponse)(nil),        // 38: compute.v1.GetCommandResponse
+	(*RotateCredentialsRequest)(nil),  // 39: compute.v1.RotateCredentialsRequest
+	(*RotateCredentialsResponse)(nil), // 40: compute.v1.RotateCredentialsResponse
+	(*RebindBmcRequest)(nil),          // 41: compute.v1.RebindBmcRequest
+	(*RebindBmcResponse)(nil),         // 42: compute.v1.RebindBmcResponse
+	(*ConfirmPowerRequest)(nil),       // 43: compute.v1.ConfirmPowerRequest
+	(*ConfirmPowerResponse)(nil),      // 44: compute.v1.ConfirmPowerResponse
+	(*ConsoleRequest)(nil),            // 45: compute.v1.ConsoleRequest
+	(*ConsoleOpen)(nil),               // 46: compute.v1.ConsoleOpen
+	(*ConsoleResponse)(nil),           // 47: compute.v1.ConsoleResponse
+	(*GrantRecord)(nil),               // 48: compute.v1.GrantRecord
+	(*GrantedOperation)(nil),          // 49: compute.v1.GrantedOperation
+	(*ProposeGrantRequest)(nil),       // 50: compute.v1.ProposeGrantRequest
+	(*ProposeGrantResponse)(nil),      // 51: compute.v1.ProposeGrantResponse
+	(*GetGrantRequest)(nil),           // 52: compute.v1.GetGrantRequest
+	(*GetGrantResponse)(nil),          // 53: compute.v1.GetGrantResponse
+	(*ListGrantsRequest)(nil),         // 54: compute.v1.ListGrantsRequest
+	(*ListGrantsResponse)(nil),        // 55: compute.v1.ListGrantsResponse
+	(*ApproveGrantRequest)(nil),       // 56: compute.v1.ApproveGrantRequest
+	(*ApproveGrantResponse)(nil),      // 57: compute.v1.ApproveGrantResponse
+	(*Workflow)(nil),                  // 58: compute.v1.Workflow
+	(*Step)(nil),                      // 59: compute.v1.Step
+	(*StartWorkflowRequest)(nil),      // 60: compute.v1.StartWorkflowRequest
+	(*StartWorkflowResponse)(nil),     // 61: compute.v1.StartWorkflowResponse
+	(*CancelWorkflowRequest)(nil),     // 62: compute.v1.CancelWorkflowRequest
+	(*CancelWorkflowResponse)(nil),    // 63: compute.v1.CancelWorkflowResponse
+	(*GetWorkflowRequest)(nil),        // 64: compute.v1.GetWorkflowRequest
+	(*GetWorkflowResponse)(nil),       // 65: compute.v1.GetWorkflowResponse
+	(*ListWorkflowsRequest)(nil),      // 66: compute.v1.ListWorkflowsRequest
+	(*ListWorkflowsResponse)(nil),     // 67: compute.v1.ListWorkflowsResponse
+	(*ImportArtifactRequest)(nil),     // 68: compute.v1.ImportArtifactRequest
+	(*ImportHeader)(nil),              // 69: compute.v1.ImportHeader
+	(*Artifact)(nil),                  // 70: compute.v1.Artifact
+	(*ImportArtifactResponse)(nil),    // 71: compute.v1.ImportArtifactResponse
+	(*ListArtifactsRequest)(nil),      // 72: compute.v1.ListArtifactsRequest
+	(*ListArtifactsResponse)(nil),     // 73: compute.v1.ListArtifactsResponse
+	(*EventRecord)(nil),               // 74: compute.v1.EventRecord
+	(*ListEventsRequest)(nil),         // 75: compute.v1.ListEventsRequest
+	(*ListEventsResponse)(nil),        // 76: compute.v1.ListEventsResponse
+	(*Driver)(nil),                    // 77: compute.v1.Driver
+	(*ListDriversRequest)(nil),        // 78: compute.v1.ListDriversRequest
+	(*ListDriversResponse)(nil),       // 79: compute.v1.ListDriversResponse
+	(*PlacementRequest)(nil),          // 80: compute.v1.PlacementRequest
+	(*PlacementCandidate)(nil),        // 81: compute.v1.PlacementCandidate
+	(*PlacementResponse)(nil),         // 82: compute.v1.PlacementResponse
+	(*Instance)(nil),                  // 83: compute.v1.Instance
+	(*ApplyInstanceRequest)(nil),      // 84: compute.v1.ApplyInstanceRequest
+	(*ApplyInstanceResponse)(nil),     // 85: compute.v1.ApplyInstanceResponse
+	(*ListInstancesRequest)(nil),      // 86: compute.v1.ListInstancesRequest
+	(*ListInstancesResponse)(nil),     // 87: compute.v1.ListInstancesResponse
+	(*RemoveInstanceRequest)(nil),     // 88: compute.v1.RemoveInstanceRequest
+	(*RemoveInstanceResponse)(nil),    // 89: compute.v1.RemoveInstanceResponse
+	nil,                               // 90: compute.v1.Machine.DriversEntry
+	nil,                               // 91: compute.v1.EnrollMachineRequest.DriversEntry
+	nil,                               // 92: compute.v1.Driver.RetrySafeEntry
+	nil,                               // 93: compute.v1.PlacementRequest.NodeLabelsEntry
+	nil,                               // 94: compute.v1.PlacementCandidate.LabelsEntry
+	(*structpb.ListValue)(nil),        // 95: google.protobuf.ListValue
 }
 var file_appliance_api_computev1_compute_proto_depIdxs = []int32{
-	0,  // 0: compute.v1.AddSiteResponse.site:type_name -> compute.v1.Site
-	0,  // 1: compute.v1.ListSitesResponse.items:type_name -> compute.v1.Site
-	6,  // 2: compute.v1.Pool.policy:type_name -> compute.v1.PoolPolicy
-	6,  // 3: compute.v1.AddPoolRequest.policy:type_name -> compute.v1.PoolPolicy
-	5,  // 4: compute.v1.AddPoolResponse.pool:type_name -> compute.v1.Pool
-	5,  // 5: compute.v1.ListPoolsResponse.items:type_name -> compute.v1.Pool
-	13, // 6: compute.v1.Machine.bmc:type_name -> compute.v1.Bmc
-	64, // 7: compute.v1.Machine.drivers:type_name -> compute.v1.Machine.DriversEntry
-	13, // 8: compute.v1.EnrollMachineRequest.bmc:type_name -> compute.v1.Bmc
-	65, // 9: compute.v1.EnrollMachineRequest.drivers:type_name -> compute.v1.EnrollMachineRequest.DriversEntry
-	14, // 10: compute.v1.EnrollMachineResponse.machine:type_name -> compute.v1.Machine
-	14, // 11: compute.v1.ListMachinesResponse.items:type_name -> compute.v1.Machine
-	14, // 12: compute.v1.GetMachineResponse.machine:type_name -> compute.v1.Machine
-	33, // 13: compute.v1.Workflow.steps:type_name -> compute.v1.Step
-	32, // 14: compute.v1.GetWorkflowResponse.workflow:type_name -> compute.v1.Workflow
-	32, // 15: compute.v1.ListWorkflowsResponse.items:type_name -> compute.v1.Workflow
-	43, // 16: compute.v1.ImportArtifactRequest.header:type_name -> compute.v1.ImportHeader
-	44, // 17: compute.v1.ImportArtifactResponse.artifact:type_name -> compute.v1.Artifact
-	44, // 18: compute.v1.ListArtifactsResponse.items:type_name -> compute.v1.Artifact
-	48, // 19: compute.v1.ListEventsResponse.items:type_name -> compute.v1.EventRecord
-	66, // 20: compute.v1.Driver.retry_safe:type_name -> compute.v1.Driver.RetrySafeEntry
-	51, // 21: compute.v1.ListDriversResponse.items:type_name -> compute.v1.Driver
-	67, // 22: compute.v1.PlacementRequest.node_labels:type_name -> compute.v1.PlacementRequest.NodeLabelsEntry
-	68, // 23: compute.v1.PlacementCandidate.labels:type_name -> compute.v1.PlacementCandidate.LabelsEntry
-	55, // 24: compute.v1.PlacementResponse.items:type_name -> compute.v1.PlacementCandidate
-	57, // 25: compute.v1.ApplyInstanceResponse.instance:type_name -> compute.v1.Instance
-	57, // 26: compute.v1.ListInstancesResponse.items:type_name -> compute.v1.Instance
-	15, // 27: compute.v1.Machine.DriversEntry.value:type_name -> compute.v1.DriverBinding
-	15, // 28: compute.v1.EnrollMachineRequest.DriversEntry.value:type_name -> compute.v1.DriverBinding
-	69, // 29: compute.v1.Driver.RetrySafeEntry.value:type_name -> google.protobuf.ListValue
-	1,  // 30: compute.v1.SiteService.Add:input_type -> compute.v1.AddSiteRequest
-	3,  // 31: compute.v1.SiteService.List:input_type -> compute.v1.ListSitesRequest
-	7,  // 32: compute.v1.PoolService.Add:input_type -> compute.v1.AddPoolRequest
-	9,  // 33: compute.v1.PoolService.List:input_type -> compute.v1.ListPoolsRequest
-	11, // 34: compute.v1.SecretService.Put:input_type -> compute.v1.PutSecretRequest
-	16, // 35: compute.v1.MetalService.Enroll:input_type -> compute.v1.EnrollMachineRequest
-	18, // 36: compute.v1.MetalService.List:input_type -> compute.v1.ListMachinesRequest
-	20, // 37: compute.v1.MetalService.Get:input_type -> compute.v1.GetMachineRequest
-	22, // 38: compute.v1.MetalService.GetPower:input_type -> compute.v1.GetPowerRequest
-	24, // 39: compute.v1.MetalService.SetPower:input_type -> compute.v1.SetPowerRequest
-	26, // 40: compute.v1.MetalService.SetBootDevice:input_type -> compute.v1.SetBootDeviceRequest
-	28, // 41: compute.v1.MetalService.Inspect:input_type -> compute.v1.InspectRequest
-	30, // 42: compute.v1.MetalService.Deploy:input_type -> compute.v1.DeployRequest
-	34, // 43: compute.v1.WorkflowService.Start:input_type -> compute.v1.StartWorkflowRequest
-	36, // 44: compute.v1.WorkflowService.Cancel:input_type -> compute.v1.CancelWorkflowRequest
-	38, // 45: compute.v1.WorkflowService.Get:input_type -> compute.v1.GetWorkflowRequest
-	40, // 46: compute.v1.WorkflowService.List:input_type -> compute.v1.ListWorkflowsRequest
-	42, // 47: compute.v1.ArtifactService.Import:input_type -> compute.v1.ImportArtifactRequest
-	46, // 48: compute.v1.ArtifactService.List:input_type -> compute.v1.ListArtifactsRequest
-	49, // 49: compute.v1.EventService.List:input_type -> compute.v1.ListEventsRequest
-	52, // 50: compute.v1.DriverService.List:input_type -> compute.v1.ListDriversRequest
-	54, // 51: compute.v1.PlacementService.Find:input_type -> compute.v1.PlacementRequest
-	58, // 52: compute.v1.InstanceService.Apply:input_type -> compute.v1.ApplyInstanceRequest
-	60, // 53: compute.v1.InstanceService.List:input_type -> compute.v1.ListInstancesRequest
-	62, // 54: compute.v1.InstanceService.Remove:input_type -> compute.v1.RemoveInstanceRequest
-	2,  // 55: compute.v1.SiteService.Add:output_type -> compute.v1.AddSiteResponse
-	4,  // 56: compute.v1.SiteService.List:output_type -> compute.v1.ListSitesResponse
-	8,  // 57: compute.v1.PoolService.Add:output_type -> compute.v1.AddPoolResponse
-	10, // 58: compute.v1.PoolService.List:output_type -> compute.v1.ListPoolsResponse
-	12, // 59: compute.v1.SecretService.Put:output_type -> compute.v1.PutSecretResponse
-	17, // 60: compute.v1.MetalService.Enroll:output_type -> compute.v1.EnrollMachineResponse
-	19, // 61: compute.v1.MetalService.List:output_type -> compute.v1.ListMachinesResponse
-	21, // 62: compute.v1.MetalService.Get:output_type -> compute.v1.GetMachineResponse
-	23, // 63: compute.v1.MetalService.GetPower:output_type -> compute.v1.GetPowerResponse
-	25, // 64: compute.v1.MetalService.SetPower:output_type -> compute.v1.SetPowerResponse
-	27, // 65: compute.v1.MetalService.SetBootDevice:output_type -> compute.v1.SetBootDeviceResponse
-	29, // 66: compute.v1.MetalService.Inspect:output_type -> compute.v1.InspectResponse
-	31, // 67: compute.v1.MetalService.Deploy:output_type -> compute.v1.DeployResponse
-	35, // 68: compute.v1.WorkflowService.Start:output_type -> compute.v1.StartWorkflowResponse
-	37, // 69: compute.v1.WorkflowService.Cancel:output_type -> compute.v1.CancelWorkflowResponse
-	39, // 70: compute.v1.WorkflowService.Get:output_type -> compute.v1.GetWorkflowResponse
-	41, // 71: compute.v1.WorkflowService.List:output_type -> compute.v1.ListWorkflowsResponse
-	45, // 72: compute.v1.ArtifactService.Import:output_type -> compute.v1.ImportArtifactResponse
-	47, // 73: compute.v1.ArtifactService.List:output_type -> compute.v1.ListArtifactsResponse
-	50, // 74: compute.v1.EventService.List:output_type -> compute.v1.ListEventsResponse
-	53, // 75: compute.v1.DriverService.List:output_type -> compute.v1.ListDriversResponse
-	56, // 76: compute.v1.PlacementService.Find:output_type -> compute.v1.PlacementResponse
-	59, // 77: compute.v1.InstanceService.Apply:output_type -> compute.v1.ApplyInstanceResponse
-	61, // 78: compute.v1.InstanceService.List:output_type -> compute.v1.ListInstancesResponse
-	63, // 79: compute.v1.InstanceService.Remove:output_type -> compute.v1.RemoveInstanceResponse
-	55, // [55:80] is the sub-list for method output_type
-	30, // [30:55] is the sub-list for method input_type
-	30, // [30:30] is the sub-list for extension type_name
-	30, // [30:30] is the sub-list for extension extendee
-	0,  // [0:30] is the sub-list for field type_name
+	0,  // 0: compute.v1.SiteHttpProxyRequest.headers:type_name -> compute.v1.SiteHttpHeader
+	0,  // 1: compute.v1.SiteHttpProxyResponse.headers:type_name -> compute.v1.SiteHttpHeader
+	3,  // 2: compute.v1.AddSiteResponse.site:type_name -> compute.v1.Site
+	3,  // 3: compute.v1.ListSitesResponse.items:type_name -> compute.v1.Site
+	9,  // 4: compute.v1.Pool.policy:type_name -> compute.v1.PoolPolicy
+	9,  // 5: compute.v1.AddPoolRequest.policy:type_name -> compute.v1.PoolPolicy
+	8,  // 6: compute.v1.AddPoolResponse.pool:type_name -> compute.v1.Pool
+	8,  // 7: compute.v1.ListPoolsResponse.items:type_name -> compute.v1.Pool
+	16, // 8: compute.v1.Machine.bmc:type_name -> compute.v1.Bmc
+	90, // 9: compute.v1.Machine.drivers:type_name -> compute.v1.Machine.DriversEntry
+	16, // 10: compute.v1.EnrollMachineRequest.bmc:type_name -> compute.v1.Bmc
+	91, // 11: compute.v1.EnrollMachineRequest.drivers:type_name -> compute.v1.EnrollMachineRequest.DriversEntry
+	17, // 12: compute.v1.EnrollMachineResponse.machine:type_name -> compute.v1.Machine
+	17, // 13: compute.v1.ListMachinesResponse.items:type_name -> compute.v1.Machine
+	17, // 14: compute.v1.GetMachineResponse.machine:type_name -> compute.v1.Machine
+	16, // 15: compute.v1.RebindBmcRequest.bmc:type_name -> compute.v1.Bmc
+	46, // 16: compute.v1.ConsoleRequest.open:type_name -> compute.v1.ConsoleOpen
+	49, // 17: compute.v1.ProposeGrantRequest.operations:type_name -> compute.v1.GrantedOperation
+	48, // 18: compute.v1.ProposeGrantResponse.grant:type_name -> compute.v1.GrantRecord
+	48, // 19: compute.v1.GetGrantResponse.grant:type_name -> compute.v1.GrantRecord
+	48, // 20: compute.v1.ListGrantsResponse.items:type_name -> compute.v1.GrantRecord
+	48, // 21: compute.v1.ApproveGrantResponse.grant:type_name -> compute.v1.GrantRecord
+	59, // 22: compute.v1.Workflow.steps:type_name -> compute.v1.Step
+	58, // 23: compute.v1.GetWorkflowResponse.workflow:type_name -> compute.v1.Workflow
+	58, // 24: compute.v1.ListWorkflowsResponse.items:type_name -> compute.v1.Workflow
+	69, // 25: compute.v1.ImportArtifactRequest.header:type_name -> compute.v1.ImportHeader
+	70, // 26: compute.v1.ImportArtifactResponse.artifact:type_name -> compute.v1.Artifact
+	70, // 27: compute.v1.ListArtifactsResponse.items:type_name -> compute.v1.Artifact
+	74, // 28: compute.v1.ListEventsResponse.items:type_name -> compute.v1.EventRecord
+	92, // 29: compute.v1.Driver.retry_safe:type_name -> compute.v1.Driver.RetrySafeEntry
+	77, // 30: compute.v1.ListDriversResponse.items:type_name -> compute.v1.Driver
+	93, // 31: compute.v1.PlacementRequest.node_labels:type_name -> compute.v1.PlacementRequest.NodeLabelsEntry
+	94, // 32: compute.v1.PlacementCandidate.labels:type_name -> compute.v1.PlacementCandidate.LabelsEntry
+	81, // 33: compute.v1.PlacementResponse.items:type_name -> compute.v1.PlacementCandidate
+	83, // 34: compute.v1.ApplyInstanceResponse.instance:type_name -> compute.v1.Instance
+	83, // 35: compute.v1.ListInstancesResponse.items:type_name -> compute.v1.Instance
+	18, // 36: compute.v1.Machine.DriversEntry.value:type_name -> compute.v1.DriverBinding
+	18, // 37: compute.v1.EnrollMachineRequest.DriversEntry.value:type_name -> compute.v1.DriverBinding
+	95, // 38: compute.v1.Driver.RetrySafeEntry.value:type_name -> google.protobuf.ListValue
+	4,  // 39: compute.v1.SiteService.Add:input_type -> compute.v1.AddSiteRequest
+	6,  // 40: compute.v1.SiteService.List:input_type -> compute.v1.ListSitesRequest
+	1,  // 41: compute.v1.SiteService.HttpProxy:input_type -> compute.v1.SiteHttpProxyRequest
+	10, // 42: compute.v1.PoolService.Add:input_type -> compute.v1.AddPoolRequest
+	12, // 43: compute.v1.PoolService.List:input_type -> compute.v1.ListPoolsRequest
+	14, // 44: compute.v1.SecretService.Put:input_type -> compute.v1.PutSecretRequest
+	19, // 45: compute.v1.MetalService.Enroll:input_type -> compute.v1.EnrollMachineRequest
+	21, // 46: compute.v1.MetalService.List:input_type -> compute.v1.ListMachinesRequest
+	23, // 47: compute.v1.MetalService.Get:input_type -> compute.v1.GetMachineRequest
+	25, // 48: compute.v1.MetalService.GetPower:input_type -> compute.v1.GetPowerRequest
+	27, // 49: compute.v1.MetalService.SetPower:input_type -> compute.v1.SetPowerRequest
+	29, // 50: compute.v1.MetalService.SetBootDevice:input_type -> compute.v1.SetBootDeviceRequest
+	31, // 51: compute.v1.MetalService.Inspect:input_type -> compute.v1.InspectRequest
+	33, // 52: compute.v1.MetalService.Deploy:input_type -> compute.v1.DeployRequest
+	35, // 53: compute.v1.MetalService.Operate:input_type -> compute.v1.OperateRequest
+	37, // 54: compute.v1.MetalService.GetCommand:input_type -> compute.v1.GetCommandRequest
+	39, // 55: compute.v1.MetalService.RotateCredentials:input_type -> compute.v1.RotateCredentialsRequest
+	41, // 56: compute.v1.MetalService.RebindBmc:input_type -> compute.v1.RebindBmcRequest
+	43, // 57: compute.v1.MetalService.ConfirmPower:input_type -> compute.v1.ConfirmPowerRequest
+	45, // 58: compute.v1.MetalService.Console:input_type -> compute.v1.ConsoleRequest
+	50, // 59: compute.v1.GrantService.Propose:input_type -> compute.v1.ProposeGrantRequest
+	52, // 60: compute.v1.GrantService.Get:input_type -> compute.v1.GetGrantRequest
+	54, // 61: compute.v1.GrantService.List:input_type -> compute.v1.ListGrantsRequest
+	56, // 62: compute.v1.GrantService.Approve:input_type -> compute.v1.ApproveGrantRequest
+	60, // 63: compute.v1.WorkflowService.Start:input_type -> compute.v1.StartWorkflowRequest
+	62, // 64: compute.v1.WorkflowService.Cancel:input_type -> compute.v1.CancelWorkflowRequest
+	64, // 65: compute.v1.WorkflowService.Get:input_type -> compute.v1.GetWorkflowRequest
+	66, // 66: compute.v1.WorkflowService.List:input_type -> compute.v1.ListWorkflowsRequest
+	68, // 67: compute.v1.ArtifactService.Import:input_type -> compute.v1.ImportArtifactRequest
+	72, // 68: compute.v1.ArtifactService.List:input_type -> compute.v1.ListArtifactsRequest
+	75, // 69: compute.v1.EventService.List:input_type -> compute.v1.ListEventsRequest
+	78, // 70: compute.v1.DriverService.List:input_type -> compute.v1.ListDriversRequest
+	80, // 71: compute.v1.PlacementService.Find:input_type -> compute.v1.PlacementRequest
+	84, // 72: compute.v1.InstanceService.Apply:input_type -> compute.v1.ApplyInstanceRequest
+	86, // 73: compute.v1.InstanceService.List:input_type -> compute.v1.ListInstancesRequest
+	88, // 74: compute.v1.InstanceService.Remove:input_type -> compute.v1.RemoveInstanceRequest
+	5,  // 75: compute.v1.SiteService.Add:output_type -> compute.v1.AddSiteResponse
+	7,  // 76: compute.v1.SiteService.List:output_type -> compute.v1.ListSitesResponse
+	2,  // 77: compute.v1.SiteService.HttpProxy:output_type -> compute.v1.SiteHttpProxyResponse
+	11, // 78: compute.v1.PoolService.Add:output_type -> compute.v1.AddPoolResponse
+	13, // 79: compute.v1.PoolService.List:output_type -> compute.v1.ListPoolsResponse
+	15, // 80: compute.v1.SecretService.Put:output_type -> compute.v1.PutSecretResponse
+	20, // 81: compute.v1.MetalService.Enroll:output_type -> compute.v1.EnrollMachineResponse
+	22, // 82: compute.v1.MetalService.List:output_type -> compute.v1.ListMachinesResponse
+	24, // 83: compute.v1.MetalService.Get:output_type -> compute.v1.GetMachineResponse
+	26, // 84: compute.v1.MetalService.GetPower:output_type -> compute.v1.GetPowerResponse
+	28, // 85: compute.v1.MetalService.SetPower:output_type -> compute.v1.SetPowerResponse
+	30, // 86: compute.v1.MetalService.SetBootDevice:output_type -> compute.v1.SetBootDeviceResponse
+	32, // 87: compute.v1.MetalService.Inspect:output_type -> compute.v1.InspectResponse
+	34, // 88: compute.v1.MetalService.Deploy:output_type -> compute.v1.DeployResponse
+	36, // 89: compute.v1.MetalService.Operate:output_type -> compute.v1.OperateResponse
+	38, // 90: compute.v1.MetalService.GetCommand:output_type -> compute.v1.GetCommandResponse
+	40, // 91: compute.v1.MetalService.RotateCredentials:output_type -> compute.v1.RotateCredentialsResponse
+	42, // 92: compute.v1.MetalService.RebindBmc:output_type -> compute.v1.RebindBmcResponse
+	44, // 93: compute.v1.MetalService.ConfirmPower:output_type -> compute.v1.ConfirmPowerResponse
+	47, // 94: compute.v1.MetalService.Console:output_type -> compute.v1.ConsoleResponse
+	51, // 95: compute.v1.GrantService.Propose:output_type -> compute.v1.ProposeGrantResponse
+	53, // 96: compute.v1.GrantService.Get:output_type -> compute.v1.GetGrantResponse
+	55, // 97: compute.v1.GrantService.List:output_type -> compute.v1.ListGrantsResponse
+	57, // 98: compute.v1.GrantService.Approve:output_type -> compute.v1.ApproveGrantResponse
+	61, // 99: compute.v1.WorkflowService.Start:output_type -> compute.v1.StartWorkflowResponse
+	63, // 100: compute.v1.WorkflowService.Cancel:output_type -> compute.v1.CancelWorkflowResponse
+	65, // 101: compute.v1.WorkflowService.Get:output_type -> compute.v1.GetWorkflowResponse
+	67, // 102: compute.v1.WorkflowService.List:output_type -> compute.v1.ListWorkflowsResponse
+	71, // 103: compute.v1.ArtifactService.Import:output_type -> compute.v1.ImportArtifactResponse
+	73, // 104: compute.v1.ArtifactService.List:output_type -> compute.v1.ListArtifactsResponse
+	76, // 105: compute.v1.EventService.List:output_type -> compute.v1.ListEventsResponse
+	79, // 106: compute.v1.DriverService.List:output_type -> compute.v1.ListDriversResponse
+	82, // 107: compute.v1.PlacementService.Find:output_type -> compute.v1.PlacementResponse
+	85, // 108: compute.v1.InstanceService.Apply:output_type -> compute.v1.ApplyInstanceResponse
+	87, // 109: compute.v1.InstanceService.List:output_type -> compute.v1.ListInstancesResponse
+	89, // 110: compute.v1.InstanceService.Remove:output_type -> compute.v1.RemoveInstanceResponse
+	75, // [75:111] is the sub-list for method output_type
+	39, // [39:75] is the sub-list for method input_type
+	39, // [39:39] is the sub-list for extension type_name
+	39, // [39:39] is the sub-list for extension extendee
+	0,  // [0:39] is the sub-list for field type_name
 }
 
 func init() { file_appliance_api_computev1_compute_proto_init() }
@@ -4325,7 +6074,11 @@ func file_appliance_api_computev1_compute_proto_init() {
 	if File_appliance_api_computev1_compute_proto != nil {
 		return
 	}
-	file_appliance_api_computev1_compute_proto_msgTypes[42].OneofWrappers = []any{
+	file_appliance_api_computev1_compute_proto_msgTypes[45].OneofWrappers = []any{
+		(*ConsoleRequest_Open)(nil),
+		(*ConsoleRequest_Data)(nil),
+	}
+	file_appliance_api_computev1_compute_proto_msgTypes[68].OneofWrappers = []any{
 		(*ImportArtifactRequest_Header)(nil),
 		(*ImportArtifactRequest_Data)(nil),
 	}
@@ -4335,9 +6088,9 @@ func file_appliance_api_computev1_compute_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_appliance_api_computev1_compute_proto_rawDesc), len(file_appliance_api_computev1_compute_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   69,
+			NumMessages:   95,
 			NumExtensions: 0,
-			NumServices:   10,
+			NumServices:   11,
 		},
 		GoTypes:           file_appliance_api_computev1_compute_proto_goTypes,
 		DependencyIndexes: file_appliance_api_computev1_compute_proto_depIdxs,

@@ -18,6 +18,7 @@ type Trusted struct {
 
 	mu     sync.Mutex
 	floor  time.Time
+	since  time.Time // local reading when the floor was set, with its monotonic part
 	server time.Time // gateway time at mark
 	mark   time.Time // local reading, with its monotonic part
 }
@@ -31,7 +32,8 @@ func New(build, saved time.Time, now func() time.Time) *Trusted {
 	if saved.After(floor) && saved.Before(build.Add(horizon)) {
 		floor = saved
 	}
-	return &Trusted{build: build, now: now, first: floor, began: now(), floor: floor}
+	began := now()
+	return &Trusted{build: build, now: now, first: floor, began: began, floor: floor, since: began}
 }
 
 // Now is gateway time carried on by the monotonic clock once a gateway was
@@ -67,6 +69,16 @@ func (t *Trusted) Floor() time.Time {
 	return t.floor
 }
 
+// Passed is a time that has passed whatever the gateway says now: the floor, and
+// what this process ran for since it was set.
+func (t *Trusted) Passed() time.Time {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.passed(t.now())
+}
+
+func (t *Trusted) passed(local time.Time) time.Time { return t.floor.Add(max(0, local.Sub(t.since))) }
+
 // maxStep bounds what one process may add to the floor beyond elapsed time. It
 // is less than a gateway's certificate always has left: a floor that a wrong
 // clock of the gateway's left behind must not keep the box from coming home.
@@ -89,6 +101,7 @@ func (t *Trusted) Verified(server time.Time) error {
 	if limit := t.first.Add(local.Sub(t.began) + maxStep); server.After(limit) {
 		server = limit
 	}
+	t.floor, t.since = t.passed(local), local
 	if server.After(t.floor) {
 		t.floor = server
 	}

@@ -76,3 +76,29 @@ func TestFloorMovesOncePerProcess(t *testing.T) {
 		t.Errorf("maxStep = %s, want less than half of a certificate's life", maxStep)
 	}
 }
+
+// TestPassedNeverComesBack: a gateway that says the same time at every session does
+// not stop the time, nor does a restart of the box beyond what was not kept.
+func TestPassedNeverComesBack(t *testing.T) {
+	local := build
+	c := New(build, build, func() time.Time { return local })
+	noon := build.Add(12 * time.Hour)
+	for n := range 5 {
+		if err := c.Verified(noon); err != nil {
+			t.Fatal(err)
+		}
+		want := noon.Add(time.Duration(n) * 50 * time.Minute)
+		if got := c.Passed(); !got.Equal(want) || !c.Floor().Equal(want) {
+			t.Errorf("session %d: Passed() = %v, Floor() = %v, want %v", n, got, c.Floor(), want)
+		}
+		if !c.Now().Equal(noon) {
+			t.Errorf("session %d: Now() = %v, want the gateway's %v", n, c.Now(), noon)
+		}
+		local = local.Add(50 * time.Minute)
+	}
+	kept := c.Passed()
+	c = New(build, kept, func() time.Time { return local })
+	if err := c.Verified(noon); err != nil || c.Passed().Before(kept) {
+		t.Errorf("after a restart Passed() = %v, %v, want %v or later", c.Passed(), err, kept)
+	}
+}

@@ -13,7 +13,7 @@ import (
 
 func runArtifact(ctx context.Context, args []string, std stdio) error {
 	return dispatch(ctx, "better-compute artifact", []command{
-		{"import", "give the gateway an image", artifactImport},
+		{"import", "give the gateway an image, a disc or firmware", artifactImport},
 		{"list", "list artifacts", artifactList},
 	}, args, std)
 }
@@ -21,10 +21,10 @@ func runArtifact(ctx context.Context, args []string, std stdio) error {
 const importChunk = 1 << 20
 
 func artifactImport(ctx context.Context, args []string, std stdio) error {
-	f := newCall("artifact import FILE --name NAME [--arch ARCH] [--format raw.zst]", std)
+	f := newCall("artifact import FILE --name NAME [--arch ARCH] [--format raw.zst|raw]", std)
 	name := f.String("name", "", "the artifact's `name`")
 	arch := f.String("arch", runtime.GOARCH, "the image's `architecture`, amd64 or arm64")
-	format := f.String("format", "raw.zst", "the file's `format`")
+	format := f.String("format", "raw.zst", "the file's `format`: raw.zst, a disk image to deploy, or raw, a disc or firmware for BMCs")
 	f.need("name")
 	rest, c, err := f.begin(args, 1, 1)
 	if err != nil {

@@ -175,6 +175,9 @@ func (c *client) workflows() computev1connect.WorkflowServiceClient {
 func (c *client) artifacts() computev1connect.ArtifactServiceClient {
 	return computev1connect.NewArtifactServiceClient(c.http, c.url, c.options...)
 }
+func (c *client) grants() computev1connect.GrantServiceClient {
+	return computev1connect.NewGrantServiceClient(c.http, c.url, c.options...)
+}
 func (c *client) events() computev1connect.EventServiceClient {
 	return computev1connect.NewEventServiceClient(c.http, c.url, c.options...)
 }

@@ -40,7 +40,7 @@ func TestDriversList(t *testing.T) {
 	c := newCLI(t)
 	defer func() { c.halt() }()
 	out := c.run("", "drivers", "list")
-	for _, id := range []string{"redfish", "ipxe", "image-stream"} {
+	for _, id := range []string{"redfish", "wol", "manual", "ipxe", "image-stream"} {
 		if !strings.Contains(out, id) {
 			t.Errorf("drivers list = %q, want %s in it", out, id)
 		}
@@ -49,15 +49,17 @@ func TestDriversList(t *testing.T) {
 		t.Errorf("drivers list --kind boot = %q", out)
 	}
 	var got []map[string]any
-	if err := json.Unmarshal([]byte(c.run("", "drivers", "list", "--kind", "power", "--json")), &got); err != nil {
+	if err := json.Unmarshal([]byte(c.run("", "drivers", "list", "--kind", "raid", "--json")), &got); err != nil {
 		t.Fatal(err)
 	}
 	text, err := json.Marshal(got)
-	want := `[{"capabilities":[],"id":"redfish","kinds":["management","power"],"retrySafe":{"management":["getBootDevice","setBootDevice"],"power":["getPower"]},"runsOn":"site","version":"1.0.0"}]`
+	want := `[{"capabilities":[],"id":"redfish","kinds":["bios","credentials","firmware","inspect","management","power","raid","virtual-media"],` +
+		`"retrySafe":{"bios":["getSettings"],"firmware":["list"],"inspect":["inspect"],"management":["getBootDevice","getEventLog","getSecureBoot","setBootDevice"],` +
+		`"power":["getPower"],"raid":["getLayout"],"virtual-media":["eject","insert","status"]},"runsOn":"site","version":"1.0.0"}]`
 	if err != nil || string(text) != want {
 		t.Errorf("drivers list --json = %s, want %s", text, want)
 	}
-	if out := c.run("", "drivers", "list", "--kind", "raid", "--json"); out != "[]" {
+	if out := c.run("", "drivers", "list", "--kind", "config", "--json"); out != "[]" {
 		t.Errorf("drivers list of nothing = %q, want []", out)
 	}
 	c.fails("INVALID_INPUT: kind", "drivers", "list", "--kind", "Power")

@@ -36,6 +36,7 @@ func runGateway(ctx context.Context, args []string, std stdio) error {
 		{"init", "make a gateway's folder and keys", gatewayInit},
 		{"serve", "serve agents and people", gatewayServe},
 		{"token", "mint an API token for a tenant", gatewayToken},
+		{"bundle", "say who may approve destructive work", gatewayBundle},
 	}, args, std)
 }
 
@@ -131,7 +132,8 @@ func serveGateway(ctx context.Context, dir string, o gateway.Options, ready func
 		g.Nodes.Layout = hardware.Layout
 	}
 	api.New(api.Config{
-		Metal: hardware, Profiles: g.Modules, Drivers: g.Drivers, Instances: wanted,
+		Metal: hardware, Profiles: g.Modules, Drivers: g.Drivers, Instances: wanted, Grants: g.Grants,
+		Settle: g.Settle, Tunnels: g.Tunnels, CancelCommand: g.Commands.Cancel,
 		Store: g.Store, Commands: g.Commands, Enrol: g.Enrol, Secrets: g.Secrets, Artifacts: g.Artifacts, Workflows: engine, Online: g.Sessions.Online, Log: g.Log.With("part", "api"),
 	}).Register(g.Handle)
 	if ready != nil {

@@ -11,8 +11,8 @@ import (
 func TestHelp(t *testing.T) {
 	for _, args := range [][]string{
 		{"-h"}, {"help"}, {"gateway", "--help"}, {"gateway", "init", "-h"}, {"gateway", "serve", "-h"}, {"site", "add", "--help"},
-		{"metal", "deploy", "rack-1", "-h"}, {"secret", "put", "-h"}, {"artifact", "import", "-h"}, {"workflow", "list", "-h"},
-		{"drivers", "list", "-h"}, {"place", "-h"}, {"events", "-h"}, {"image", "build", "-h"}, {"image", "flash", "-h"}, {"image", "test", "-h"}, {"version", "-h"},
+		{"metal", "deploy", "rack-1", "-h"}, {"metal", "confirm-power", "-h"}, {"secret", "put", "-h"}, {"artifact", "import", "-h"}, {"workflow", "list", "-h"},
+		{"drivers", "list", "-h"}, {"bmc", "probe", "-h"}, {"site", "ca", "-h"}, {"place", "-h"}, {"events", "-h"}, {"image", "build", "-h"}, {"image", "flash", "-h"}, {"image", "test", "-h"}, {"version", "-h"},
 	} {
 		var out, notes bytes.Buffer
 		err := dispatch(context.Background(), "better-compute", commands(), args, stdio{strings.NewReader(""), &out, &notes})
@@ -25,7 +25,7 @@ func TestHelp(t *testing.T) {
 		want string
 	}{
 		{[]string{"pool", "add", "p"}, "missing: --site; usage: better-compute pool add"},
-		{[]string{"metal", "enroll", "m", "--pool", "p"}, "missing: --driver, --address, --credentials; usage"},
+		{[]string{"metal", "enroll", "m", "--pool", "p"}, "missing: --driver, --address; usage"},
 		{[]string{"metal", "deploy", "m", "--image", "debian"}, "missing: --disk-serial; usage"},
 		{[]string{"artifact", "import", "f"}, "missing: --name; usage"},
 		{[]string{"gateway", "init", "--dir", t.TempDir(), "--url", "gw:7443"}, `--url "gw:7443": want https://HOST:PORT`},

@@ -37,9 +37,13 @@ type command struct {
 func commands() []command {
 	return []command{
 		{"gateway", "make a gateway's keys, serve it, mint its API tokens", runGateway},
+		{"approver", "make the keys of people who approve destructive work", runApprover},
+		{"grant", "ask for approval of destructive work", runGrant},
+		{"approve", "approve destructive work", runApprove},
 		{"site", "add and list sites", runSite},
 		{"pool", "add and list pools of machines", runPool},
 		{"metal", "enroll, power, boot, inspect and deploy machines", runMetal},
+		{"bmc", "look at a BMC before it is enrolled", runBMC},
 		{"drivers", "list the drivers that the gateway registered", runDrivers},
 		{"place", "find agents by what they advertise", runPlace},
 		{"instance", "say what machines are to run", runInstance},

@@ -12,30 +12,32 @@ import (
 )
 
 func runMetal(ctx context.Context, args []string, std stdio) error {
-	return dispatch(ctx, "better-compute metal", []command{
+	return dispatch(ctx, "better-compute metal", append([]command{
 		{"enroll", "add a machine to a pool", metalEnroll},
 		{"list", "list machines", metalList},
 		{"show", "show a machine and its hardware", metalShow},
 		{"power", "read or change a machine's power", metalPower},
+		{"confirm-power", "say that a machine without a BMC was switched", metalConfirmPower},
 		{"boot", "choose a machine's next boot device", metalBoot},
 		{"inspect", "boot the ramdisk and record the hardware", metalInspect},
 		{"deploy", "write an image to a machine's disk and boot it", metalDeploy},
-	}, args, std)
+		{"console", "open a machine's serial console", metalConsole},
+	}, bmcCommands()...), args, std)
 }
 
 func metalEnroll(ctx context.Context, args []string, std stdio) error {
-	f := newCall("metal enroll NAME --pool POOL --driver ID --address HOST[:PORT] --credentials REF [--mac MAC …] [--hardware-profile NAME] [--driver KIND=ID[:FILE] …]", std)
+	f := newCall("metal enroll NAME --pool POOL --driver ID --address HOST[:PORT] [--credentials REF] [--mac MAC …] [--hardware-profile NAME] [--driver KIND=ID[:FILE] …]", std)
 	var macs, drivers stringList
 	pool := f.String("pool", "", "the `pool`'s name or id")
 	f.Var(&drivers, "driver", "`id` of the BMC's driver, such as ipmi or redfish; given again as KIND=ID[:FILE] it binds a kind to another driver, with the JSON object in FILE as its configuration")
 	profile := f.String("hardware-profile", "", "`name` of the machine's hardware profile (default: the pool's)")
-	address := f.String("address", "", "`host[:port]` of the BMC")
-	credentials := f.String("credentials", "", "`reference` of the BMC's credential, secret://TENANT/NAME, or the secret's name")
+	address := f.String("address", "", "`host[:port]` of the BMC; without one, the MAC that wakes the machine (driver wol) or the name on its label (driver manual)")
+	credentials := f.String("credentials", "", "`reference` of the BMC's credential, secret://TENANT/NAME, or the secret's name; the drivers wol and manual take none")
 	pin := f.String("pin", "", "`hex` SHA-256 of the BMC certificate's public key")
 	options := f.String("options", "", "driver options, a `JSON` object")
 	uuid := f.String("uuid", "", "the machine's product `UUID`")
 	f.Var(&macs, "mac", "`MAC` of a port that the machine boots from; may be given several times")
-	f.need("pool", "driver", "address", "credentials")
+	f.need("pool", "driver", "address")
 	rest, c, err := f.begin(args, 1, 1)
 	if err != nil {
 		return err
@@ -47,6 +49,9 @@ func metalEnroll(ctx context.Context, args []string, std stdio) error {
 	driver, bindings, err := parseDrivers(std, drivers)
 	if err != nil {
 		return err
+	}
+	if ref == "" && driver != "wol" && driver != "manual" {
+		return fmt.Errorf("missing: --credentials, which driver %s logs in with; usage: better-compute %s", driver, f.usage)
 	}
 	res, err := call(ctx, c.metal().Enroll, &computev1.EnrollMachineRequest{TenantId: c.tenant, Name: rest[0], Pool: *pool, Macs: macs, ProductUuid: *uuid,
 		HardwareProfile: *profile, Drivers: bindings,
@@ -149,6 +154,12 @@ func metalShow(ctx context.Context, args []string, std stdio) error {
 		{"bmc key pin", m.GetBmc().GetTlsSpkiSha256()}, {"bmc options", m.GetBmc().GetDriverOptionsJson()},
 		{"agent", strings.TrimSpace(m.GetAgentId() + " " + m.GetAgentRole())}, {"agent online", fmt.Sprint(m.GetAgentOnline())}, {"hardware", m.GetHardwareJson()}, {"hw profile", m.GetHardwareProfile()},
 	}
+	if m.GetProtected() {
+		lines = append(lines, [2]string{"protected", "what is destructive always needs people's approval"})
+	}
+	if asked := m.GetPowerAsked(); asked != "" {
+		lines = append(lines, [2]string{"asked of people", "power " + asked})
+	}
 	for _, kind := range slices.Sorted(maps.Keys(m.GetDrivers())) {
 		b := m.GetDrivers()[kind]
 		lines = append(lines, [2]string{"driver", strings.TrimSpace(kind + "=" + b.GetDriver() + " " + b.GetConfigJson())})
@@ -162,7 +173,7 @@ func metalShow(ctx context.Context, args []string, std stdio) error {
 }
 
 func metalPower(ctx context.Context, args []string, std stdio) error {
-	f := newCall("metal power NAME [on|off|soft|cycle|reset]", std)
+	f := newCall("metal power NAME [on|off|soft|cycle|reset|nmi]", std)
 	rest, c, err := f.begin(args, 1, 2)
 	if err != nil {
 		return err
@@ -185,17 +196,31 @@ func metalPower(ctx context.Context, args []string, std stdio) error {
 	if f.json {
 		return printJSON(std.out, res)
 	}
+	switch people, err := asksPeople(ctx, c, rest[0]); {
+	case err != nil:
+		_, err = fmt.Fprintf(std.err, "power %s accepted (command %s)\n", rest[1], res.CommandId)
+		return err
+	case people:
+		_, err = fmt.Fprintf(std.err, "a person is asked: power %s of %s (command %s); who did it says so with better-compute metal confirm-power %s on|off\n", rest[1], rest[0], res.CommandId, rest[0])
+		return err
+	}
 	_, err = fmt.Fprintf(std.err, "power %s done (command %s)\n", rest[1], res.CommandId)
 	return err
 }
 
 func metalBoot(ctx context.Context, args []string, std stdio) error {
-	f := newCall("metal boot NAME none|pxe|disk|cdrom|bios [--efi] [--persistent]", std)
+	f := newCall("metal boot NAME [none|pxe|disk|cdrom|bios] [--efi] [--persistent]", std)
 	efi := f.Bool("efi", false, "boot under UEFI")
 	persistent := f.Bool("persistent", false, "for every boot, not only the next")
-	rest, c, err := f.begin(args, 2, 2)
+	rest, c, err := f.begin(args, 1, 2)
 	if err != nil {
 		return err
+	}
+	if len(rest) == 1 {
+		if *efi || *persistent {
+			return fmt.Errorf("the device is missing; usage: better-compute %s", f.usage)
+		}
+		return bootGet(ctx, c, f, std, rest[0])
 	}
 	res, err := call(ctx, c.metal().SetBootDevice, &computev1.SetBootDeviceRequest{TenantId: c.tenant, Machine: rest[0], Device: rest[1], Efi: *efi, Persistent: *persistent})
 	if err != nil {

@@ -88,6 +88,13 @@ type Config struct {
 	Drivers Drivers
 	// Instances keeps what machines are to run; nil: that is not offered.
 	Instances Instances
+	// Tunnels and CancelCommand serve streams; nil: there is neither console nor proxy.
+	Tunnels       Tunnels
+	CancelCommand func(ctx context.Context, id string) error
+	// Grants keeps what people approve; nil: that is not offered.
+	Grants Grants
+	// Settle ends rotations and rebindings; nil: neither is offered.
+	Settle Settle
 	// Online says whether an agent holds a session.
 	Online func(agentID string) bool
 	Log    *slog.Logger
@@ -131,6 +138,11 @@ func (a *API) Register(handle func(pattern string, h http.Handler)) {
 	}
 	mount(computev1connect.NewArtifactServiceHandler(artifactService{a}, options...))
 	mount(computev1connect.NewEventServiceHandler(eventService{a}, options...))
+	if a.Grants != nil {
+		mount(computev1connect.NewGrantServiceHandler(grantService{a}, options...))
+	} else {
+		mount(computev1connect.NewGrantServiceHandler(computev1connect.UnimplementedGrantServiceHandler{}, options...))
+	}
 }
 
 var nameForm = regexp.MustCompile(`^[a-z0-9]([a-z0-9-]{0,61}[a-z0-9])?$`)

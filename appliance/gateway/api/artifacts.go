@@ -12,6 +12,7 @@ import (
 	"github.com/better-compute/site-appliance/appliance/api/computev1"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/appliance/gateway/api/apierr"
+	"github.com/better-compute/site-appliance/appliance/gateway/artifacts"
 	"github.com/better-compute/site-appliance/appliance/gateway/store"
 )
 
@@ -44,8 +45,8 @@ func (s artifactService) Import(ctx context.Context, stream *connect.ClientStrea
 		return nil, apierr.Invalid("name %q: want lower-case letters, digits, '.', '_' and '-', and no digest", header.Name)
 	case header.Arch != "amd64" && header.Arch != "arm64":
 		return nil, apierr.Invalid("arch %q: want amd64 or arm64", header.Arch)
-	case header.Format != "raw.zst":
-		return nil, apierr.Cannot("image-format-unsupported", "format %q: only raw.zst is served", header.Format)
+	case header.Format != artifacts.Packed && header.Format != artifacts.Plain:
+		return nil, apierr.Cannot("image-format-unsupported", "format %q: only raw.zst is served, and raw to BMCs", header.Format)
 	}
 	if err := s.Store.ClaimArtifactName(ctx, header.Name, header.TenantId); errors.Is(err, store.ErrConflict) {
 		return nil, apierr.Taken("the artifact name %s is another tenant's", header.Name)

@@ -456,6 +456,9 @@ func TestPermissionMatrix(t *testing.T) {
 				t.Errorf("%s with %s = %d %s, want it let through: %t", procedure, permission, status, body, permission == need)
 			}
 		}
+		if procedure == computev1connect.MetalServiceConsoleProcedure || procedure == computev1connect.SiteServiceHttpProxyProcedure {
+			continue // streams, which this body opens none of: TestConsoleRefusals, TestHttpProxy
+		}
 		if status, body := post(procedure, need, "other"); status != http.StatusForbidden || !strings.Contains(body, "PERMISSION_DENIED: the token is not tenant other's") {
 			t.Errorf("%s on another tenant = %d %s", procedure, status, body)
 		}

@@ -52,11 +52,8 @@ func (s metalService) Enroll(ctx context.Context, req *connect.Request[computev1
 	if err != nil {
 		return nil, err
 	}
-	switch has, err := s.Secrets.Has(ctx, bmc.CredentialsRef); {
-	case err != nil:
+	if err := s.credentialThere(ctx, bmc); err != nil {
 		return nil, err
-	case !has:
-		return nil, apierr.Invalid("there is no secret %s", bmc.CredentialsRef)
 	}
 	overrides, err := overridesOf(in.Drivers)
 	if err != nil {
@@ -105,9 +102,13 @@ func wireBindings(bindings map[string]binding.Binding) map[string]*computev1.Dri
 
 func (s metalService) wireMachine(ctx context.Context, m store.Machine) (*computev1.Machine, error) {
 	out := &computev1.Machine{
-		Id: m.ID, Name: m.Name, PoolId: m.PoolID, Macs: m.MACs, ProductUuid: m.ProductUUID, State: m.State, HardwareJson: m.HardwareJSON,
+		Id: m.ID, Name: m.Name, PoolId: m.PoolID, Macs: m.MACs, ProductUuid: m.ProductUUID, State: m.State, HardwareJson: m.HardwareJSON, Protected: m.Protected,
 		Drivers: wireBindings(m.Drivers), HardwareProfile: m.HardwareProfile,
 		Bmc: &computev1.Bmc{Driver: m.BMC.Driver, Address: m.BMC.Address, CredentialsRef: m.BMC.CredentialsRef, TlsSpkiSha256: m.BMC.TLSSPKISHA256, DriverOptionsJson: m.BMC.DriverOptions},
+	}
+	var err error
+	if out.PowerAsked, err = s.powerAsked(ctx, m); err != nil {
+		return nil, err
 	}
 	agent, ok, err := s.machineAgent(ctx, m.ID)
 	if err != nil {
@@ -157,17 +158,8 @@ func (s metalService) able(ctx context.Context, tenantID, machine string, verb m
 	if err != nil {
 		return store.Machine{}, store.Agent{}, false, err
 	}
-	box, enrolled, err = s.siteAgent(ctx, m.SiteID)
-	if err != nil {
-		return store.Machine{}, store.Agent{}, false, err
-	}
-	var labels map[string]string
-	if enrolled {
-		if labels, err = s.Store.AgentLabels(ctx, box.ID); err != nil {
-			return store.Machine{}, store.Agent{}, false, err
-		}
-	}
-	return m, box, enrolled, s.Metal.CheckVerb(verb, m.BMC.Driver, placement.Kinds(labels, m.BMC.Driver))
+	box, enrolled, err = s.serves(ctx, m, func(kinds []string) error { return s.Metal.CheckVerb(verb, m.BMC.Driver, kinds) })
+	return m, box, enrolled, err
 }
 
 // judged refuses up front a procedure with steps that the machine's BMC driver
@@ -203,15 +195,7 @@ func (j judged) StartProfile(ctx context.Context, name string, m store.Machine, 
 
 // send runs one command at the machine's box and waits for its outcome.
 func (s metalService) send(ctx context.Context, m store.Machine, box store.Agent, enrolled bool, c metal.Command) (id string, result []byte, err error) {
-	switch {
-	case !enrolled:
-		return "", nil, errs.Retry(errs.Unavailable, "the site's box has not enrolled yet")
-	case !s.Online(box.ID):
-		return "", nil, errs.Retry(errs.Unavailable, "the site's box is offline")
-	}
-	id, err = s.Commands.Submit(ctx, commands.Spec{AgentID: box.ID, TargetNodeID: m.ID, Kind: c.Kind, Lane: c.Lane, Args: c.Args, SecretRefs: c.SecretRefs,
-		Timeout: c.Timeout, Traceparent: traceparent()})
-	if err != nil {
+	if id, _, err = s.sendOnly(ctx, m, box, enrolled, c); err != nil {
 		return "", nil, err
 	}
 	outcome, err := s.Commands.Wait(ctx, id)
@@ -224,13 +208,26 @@ func (s metalService) send(ctx context.Context, m store.Machine, box store.Agent
 	return id, outcome.Result, nil
 }
 
+// sendOnly is send without the wait.
+func (s metalService) sendOnly(ctx context.Context, m store.Machine, box store.Agent, enrolled bool, c metal.Command) (id string, _ []byte, err error) {
+	switch {
+	case !enrolled:
+		return "", nil, errs.Retry(errs.Unavailable, "the site's box has not enrolled yet")
+	case !s.Online(box.ID):
+		return "", nil, errs.Retry(errs.Unavailable, "the site's box is offline")
+	}
+	id, err = s.Commands.Submit(ctx, commands.Spec{AgentID: box.ID, TargetNodeID: m.ID, Kind: c.Kind, Lane: c.Lane, Args: c.Args, SecretRefs: c.SecretRefs,
+		Timeout: c.Timeout, Traceparent: traceparent()})
+	return id, nil, err
+}
+
 // GetPower asks the machine's BMC.
 func (s metalService) GetPower(ctx context.Context, req *connect.Request[computev1.GetPowerRequest]) (*connect.Response[computev1.GetPowerResponse], error) {
 	m, box, enrolled, err := s.able(ctx, req.Msg.TenantId, req.Msg.Machine, metal.VerbGetPower)
 	if err != nil {
 		return nil, err
 	}
-	_, result, err := s.send(ctx, m, box, enrolled, metal.PowerQuery(m.BMC))
+	_, result, err := s.ask(ctx, m, box, enrolled, metal.PowerQuery(m.BMC))
 	if err != nil {
 		return nil, err
 	}
@@ -245,7 +242,8 @@ func (s metalService) GetPower(ctx context.Context, req *connect.Request[compute
 	return connect.NewResponse(&computev1.GetPowerResponse{Power: state}), nil
 }
 
-// SetPower changes the power and answers when the BMC did.
+// SetPower changes the power and answers when the BMC did, or when a person
+// will be asked to.
 func (s metalService) SetPower(ctx context.Context, req *connect.Request[computev1.SetPowerRequest]) (*connect.Response[computev1.SetPowerResponse], error) {
 	m, box, enrolled, err := s.able(ctx, req.Msg.TenantId, req.Msg.Machine, metal.VerbSetPower)
 	if err != nil {
@@ -255,7 +253,11 @@ func (s metalService) SetPower(ctx context.Context, req *connect.Request[compute
 	if err != nil {
 		return nil, err
 	}
-	id, _, err := s.send(ctx, m, box, enrolled, c)
+	send := s.send
+	if m.BMC.Driver == metal.Manual {
+		send = s.sendOnly // a person takes hours; the machine's view says what is asked
+	}
+	id, _, err := send(ctx, m, box, enrolled, c)
 	s.audit(ctx, m.SiteID, m.ID, "power.set", map[string]string{"action": req.Msg.Action, "command": id, "code": string(errs.CodeOf(err))})
 	if err != nil {
 		return nil, err
@@ -326,7 +328,7 @@ func (s metalService) Deploy(ctx context.Context, req *connect.Request[computev1
 		return nil, fmt.Errorf("image %q: %w", in.Image, err)
 	}
 	if artifact.Format != "raw.zst" {
-		return nil, apierr.Cannot("image-format-unsupported", "image %s is %s; only raw.zst is served", in.Image, artifact.Format)
+		return nil, apierr.Cannot("image-format-unsupported", "image %s is %s; only raw.zst is deployed", in.Image, artifact.Format)
 	}
 	id, err := s.start(ctx, m, workflow.Deploy, workflow.Params{
 		Image: &workflow.Image{Format: artifact.Format, SHA256: artifact.SHA256, SizeBytes: artifact.SizeBytes,

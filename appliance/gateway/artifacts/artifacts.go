@@ -71,8 +71,15 @@ func New(dir string, st *store.Store, log *slog.Logger) (*Service, error) {
 
 const partPattern = ".part-*"
 
+// The formats: a disk image that machines unpack, and what is handed on as it
+// is, such as a disc or firmware for a BMC.
+const (
+	Packed = "raw.zst"
+	Plain  = "raw"
+)
+
 // Import reads a file to its end, keeps it under its digest, and gives it a
-// name, replacing the name's older meaning. The only format is "raw.zst".
+// name, replacing the name's older meaning.
 func (s *Service) Import(ctx context.Context, name, arch, format string, r io.Reader) (store.Artifact, error) {
 	if err := checkName(name, arch, format); err != nil {
 		return store.Artifact{}, err
@@ -90,8 +97,8 @@ func (s *Service) Import(ctx context.Context, name, arch, format string, r io.Re
 }
 
 func checkName(name, arch, format string) error {
-	if format != "raw.zst" {
-		return errs.New(errs.InvalidArgs, "artifact format %q is not supported; want raw.zst", format)
+	if format != Packed && format != Plain {
+		return errs.New(errs.InvalidArgs, "artifact format %q is not supported; want %s or, for discs and firmware, %s", format, Packed, Plain)
 	}
 	for what, text := range map[string]string{"name": name, "arch": arch} {
 		bad := strings.IndexFunc(text, func(r rune) bool {
@@ -162,6 +169,20 @@ func errOr(err, other error) error {
 
 // unpack measures what the file holds.
 func unpack(a *store.Artifact, r io.Reader) error {
+	if a.Format == Plain {
+		sum := sha256.New()
+		n, err := io.Copy(sum, io.LimitReader(r, maxUnpacked+1))
+		switch {
+		case err != nil:
+			return err
+		case n == 0:
+			return errs.New(errs.InvalidArgs, "the file is empty")
+		case n > maxUnpacked:
+			return errs.New(errs.InvalidArgs, "the file has more than %d bytes", int64(maxUnpacked))
+		}
+		a.UnpackedSHA256, a.UnpackedSizeBytes = hex.EncodeToString(sum.Sum(nil)), uint64(n)
+		return nil
+	}
 	dec, err := zstd.NewReader(r, zstd.WithDecoderMaxMemory(decoderMemory), zstd.WithDecoderMaxWindow(decoderMemory/2), zstd.WithDecoderConcurrency(1))
 	if err != nil {
 		return err

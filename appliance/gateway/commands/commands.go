@@ -54,6 +54,11 @@ type Kinds interface {
 	Kind(name string) (module.Kind, bool)
 }
 
+// Grants finds what people approved of a command; nil where there is nothing.
+type Grants interface {
+	Cite(ctx context.Context, agent store.Agent, p *agentv1.CommandPayload) (*agentv1.GrantCitation, error)
+}
+
 // grace is how long past its not_after the result of a command that an agent
 // may have is waited for.
 const grace = 2 * time.Minute
@@ -63,7 +68,11 @@ type Service struct {
 	store  *store.Store
 	signer envelope.Signer
 	kinds  Kinds
+	grants Grants // nil: no command cites any
 	log    *slog.Logger
+
+	prepare  map[string]Prepare // by kind
+	finishes func(id string)    // nil: nobody listens
 
 	mu       sync.Mutex
 	waiters  map[string]*waiter
@@ -88,6 +97,26 @@ func New(st *store.Store, signer envelope.Signer, kinds Kinds, log *slog.Logger)
 		poke:     make(chan struct{}, 1),
 	}
 }
+
+// CiteFrom has every command cite the grant that covers it, if there is one. It
+// must be called before Submit is.
+func (s *Service) CiteFrom(g Grants) { s.grants = g }
+
+// Prepare brings about what must be there before a command is kept; args are
+// encoded. over is called when the submission has ended, either way.
+type Prepare func(ctx context.Context, spec Spec, args []byte) (over func(), err error)
+
+// Before has p prepare every command of a kind. It must be called before Submit is.
+func (s *Service) Before(kind string, p Prepare) {
+	if s.prepare == nil {
+		s.prepare = map[string]Prepare{}
+	}
+	s.prepare[kind] = p
+}
+
+// OnFinished has f, which must not block, hear of each command that got its
+// outcome. It must be called before Submit is.
+func (s *Service) OnFinished(f func(id string)) { s.finishes = f }
 
 // Submit signs a command for the agent's present incarnation and keeps it; it
 // is durable when Submit returns. An agent that never connected is
@@ -163,19 +192,34 @@ func (s *Service) submit(ctx context.Context, spec Spec) (string, error) {
 	if spec.ID == "" {
 		spec.ID = s.store.NewID("cmd")
 	}
+	if prepare := s.prepare[spec.Kind]; prepare != nil {
+		over, err := prepare(ctx, spec, args)
+		if err != nil {
+			return "", err
+		}
+		defer over()
+	}
 	now := s.store.Now()
 	c := store.Command{
 		ID: spec.ID, SpecHash: hash, AgentID: spec.AgentID, TargetNodeID: spec.TargetNodeID, Kind: spec.Kind, Lane: spec.Lane,
 		WorkflowID: spec.WorkflowID, StepID: spec.StepID, Attempt: spec.Attempt, SecretRefs: spec.SecretRefs,
 		Incarnation: agent.Incarnation(), Issued: now, NotAfter: now.Add(spec.Timeout),
 	}
-	c.Signed, err = envelope.Seal(s.signer, &agentv1.CommandPayload{
+	payload := &agentv1.CommandPayload{
 		CommandId: c.ID, Kind: c.Kind, AgentId: c.AgentID, Incarnation: c.Incarnation, TargetNodeId: c.TargetNodeID,
 		WorkflowId: c.WorkflowID, StepId: c.StepID, Attempt: c.Attempt, Lane: c.Lane,
 		IssuedAtMs: c.Issued.UnixMilli(), NotAfterMs: c.NotAfter.UnixMilli(),
 		Traceparent: spec.Traceparent, SecretRefs: c.SecretRefs, Args: args,
-	})
-	if err != nil {
+	}
+	if s.grants != nil {
+		if payload.Grant, err = s.grants.Cite(ctx, agent, payload); err != nil {
+			return "", err
+		}
+		if c.GrantID, c.GrantTargets, err = usedBy(payload.Grant); err != nil {
+			return "", err
+		}
+	}
+	if c.Signed, err = envelope.Seal(s.signer, payload); err != nil {
 		return "", err
 	}
 	switch _, err = s.store.AddCommand(ctx, c); {
@@ -190,6 +234,21 @@ func (s *Service) submit(ctx context.Context, spec Spec) (string, error) {
 	default:
 	}
 	return c.ID, nil
+}
+
+// usedBy is what a citation uses; nothing without one.
+func usedBy(c *agentv1.GrantCitation) (grantID string, targets []string, err error) {
+	if c == nil {
+		return "", nil, nil
+	}
+	var g agentv1.Grant
+	if err := proto.Unmarshal(c.GetGrant().GetPayload(), &g); err != nil {
+		return "", nil, errs.New(errs.Internal, "read the cited grant: %v", err)
+	}
+	for _, t := range c.GetTargets() {
+		targets = append(targets, t.GetTarget())
+	}
+	return g.GetGrantId(), targets, nil
 }
 
 // sameAs is the id of a command that is there, if spec asks for the same.
@@ -298,6 +357,9 @@ func (s *Service) Cancel(ctx context.Context, id string) error {
 
 // finished wakes whoever waits for the command.
 func (s *Service) finished(id string) {
+	if s.finishes != nil {
+		s.finishes(id)
+	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	delete(s.progress, id)

@@ -54,7 +54,14 @@ func ParseBMC(tenantID string, b *computev1.Bmc) (store.BMC, error) {
 		return store.BMC{}, apierr.Invalid("bmc.driver %.80q: want lower-case letters, digits and hyphens, a letter first, at most 64", b.GetDriver())
 	case b.GetAddress() == "":
 		return store.BMC{}, apierr.Invalid("bmc.address is missing")
-	case !validAddress(b.GetAddress()):
+	}
+	if without, ok := withoutBMC[b.GetDriver()]; ok {
+		if err := without.check(b); err != nil {
+			return store.BMC{}, err
+		}
+		return store.BMC{Driver: b.GetDriver(), Address: b.GetAddress()}, nil
+	}
+	if !validAddress(b.GetAddress()) {
 		return store.BMC{}, apierr.Invalid("bmc.address %q: want a host name or an IP address, with an optional port", b.GetAddress())
 	}
 	if err := CheckRef(tenantID, b.GetCredentialsRef()); err != nil {
@@ -74,6 +81,28 @@ func ParseBMC(tenantID string, b *computev1.Bmc) (store.BMC, error) {
 	return store.BMC{Driver: b.GetDriver(), Address: b.GetAddress(), CredentialsRef: b.GetCredentialsRef(), TLSSPKISHA256: pin, DriverOptions: options}, nil
 }
 
+// without is a driver of machines that have no BMC: the address is something
+// else, and there is nothing to log in to.
+type without struct {
+	address *regexp.Regexp
+	want    string
+}
+
+var withoutBMC = map[string]without{
+	WakeOnLAN: {regexp.MustCompile(`^([0-9A-Fa-f]{2}[:-]){5}[0-9A-Fa-f]{2}(@[A-Za-z0-9][A-Za-z0-9._-]{0,14})?$`), "the MAC that wakes the machine, such as 52:54:00:12:34:56, alone or with @ and a LAN of the site"},
+	Manual:    {regexp.MustCompile(`^[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9])?$`), "the name on the machine's label: at most 64 letters, digits, dots, underscores and hyphens"},
+}
+
+func (w without) check(b *computev1.Bmc) error {
+	switch {
+	case !w.address.MatchString(b.GetAddress()):
+		return apierr.Invalid("bmc.address %q: driver %s wants %s", b.GetAddress(), b.GetDriver(), w.want)
+	case b.GetCredentialsRef() != "" || b.GetTlsSpkiSha256() != "" || b.GetDriverOptionsJson() != "":
+		return apierr.Invalid("driver %s logs in nowhere: it takes no credential, no key pin and no options", b.GetDriver())
+	}
+	return nil
+}
+
 // CheckRef wants secret://<tenant>/<name> of this tenant. The value is never
 // repeated in the error: it may be a secret that somebody typed by mistake.
 func CheckRef(tenantID, ref string) error {
@@ -83,6 +112,8 @@ func CheckRef(tenantID, ref string) error {
 		return apierr.Invalid("bmc.credentials_ref: want a reference secret://<tenant>/<name>, never a secret")
 	case tenant != tenantID:
 		return apierr.Denied("bmc.credentials_ref names another tenant's secret")
+	case secretstore.Pending(ref):
+		return apierr.Invalid("bmc.credentials_ref names a password that waits to be proved")
 	}
 	return nil
 }
@@ -144,7 +175,14 @@ const (
 	GetPower      = "power.getPower"
 	SetPower      = "power.setPower"
 	SetBootDevice = "management.setBootDevice"
+	Rotation      = "credentials.rotate"
 )
+
+// Query is the kind of what only asks.
+const Query = "bmc.query"
+
+// WakeOnLAN is the driver of machines that a packet switches on.
+const WakeOnLAN = "wol"
 
 // Verb is what a person asks for; it needs operations of the BMC's driver.
 type Verb string
@@ -156,6 +194,7 @@ const (
 	VerbBoot     Verb = "boot"
 	VerbInspect  Verb = "inspect"
 	VerbDeploy   Verb = "deploy"
+	VerbRotate   Verb = "rotate"
 )
 
 var needs = map[Verb][]string{
@@ -164,12 +203,19 @@ var needs = map[Verb][]string{
 	VerbBoot:     {SetBootDevice},
 	VerbInspect:  {GetPower, SetPower, SetBootDevice},
 	VerbDeploy:   {GetPower, SetPower, SetBootDevice},
+	VerbRotate:   {Rotation},
 }
 
 // serves are the operations of the drivers that metal knows.
 var serves = map[string][]string{
-	"ipmi":    {GetPower, SetPower, SetBootDevice, "management.getBootDevice", "inspect.inspect"},
-	"redfish": {GetPower, SetPower, SetBootDevice, "management.getBootDevice"},
+	"ipmi": {GetPower, SetPower, SetBootDevice, "management.getBootDevice", "inspect.inspect"},
+	"redfish": {
+		GetPower, SetPower, SetBootDevice, "management.getBootDevice", "management.resetBmc", "management.getEventLog",
+		"management.getSecureBoot", "management.setSecureBoot", "virtual-media.insert", "virtual-media.eject", "virtual-media.status", "inspect.inspect",
+		"bios.getSettings", "bios.applySettings", "bios.resetSettings", "raid.getLayout", "raid.applyLayout", "firmware.list", "firmware.update", Rotation,
+	},
+	WakeOnLAN: {GetPower, SetPower},
+	Manual:    {GetPower, SetPower},
 }
 
 // Command is what one command says, whoever sends it.
@@ -184,7 +230,7 @@ func operation(b store.BMC, name, args string) *bmcv1.BmcOperationRequest {
 
 // PowerQuery asks for the power state.
 func PowerQuery(b store.BMC) Command {
-	return Command{Kind: "bmc.query", Lane: "query", Args: operation(b, GetPower, ""), SecretRefs: []string{b.CredentialsRef}, Timeout: time.Minute, RetrySafe: true}
+	return Command{Kind: "bmc.query", Lane: "query", Args: operation(b, GetPower, ""), SecretRefs: secretRefs(b), Timeout: time.Minute, RetrySafe: true}
 }
 
 // PowerState reads the answer to PowerQuery.
@@ -200,14 +246,14 @@ func PowerState(result *bmcv1.BmcOperationResult) (string, error) {
 	return "", errs.New(errs.BmcError, "power state is none of on, off and unknown")
 }
 
-// PowerCommand changes the power. The actions on, off, soft, cycle and reset are served.
+// PowerCommand changes the power. The actions on, off, soft, cycle, reset and nmi are served.
 func PowerCommand(b store.BMC, action string) (Command, error) {
 	switch action {
-	case "on", "off", "soft", "cycle", "reset":
+	case "on", "off", "soft", "cycle", "reset", "nmi":
 	default:
-		return Command{}, apierr.Invalid("action %q: want on, off, soft, cycle or reset", action)
+		return Command{}, apierr.Invalid("action %q: want on, off, soft, cycle, reset or nmi", action)
 	}
-	return Command{Kind: "bmc.power", Lane: "power", Args: operation(b, SetPower, `["`+action+`"]`), SecretRefs: []string{b.CredentialsRef}, Timeout: 2 * time.Minute}, nil
+	return Command{Kind: "bmc.power", Lane: "power", Args: operation(b, SetPower, `["`+action+`"]`), SecretRefs: secretRefs(b), Timeout: powerTimeout(b.Driver)}, nil
 }
 
 // BootDevice is the argument of management.setBootDevice.
@@ -228,7 +274,7 @@ func BootCommand(b store.BMC, d BootDevice) (Command, error) {
 	if err != nil {
 		return Command{}, err
 	}
-	return Command{Kind: "bmc.boot", Lane: "power", Args: operation(b, SetBootDevice, string(args)), SecretRefs: []string{b.CredentialsRef}, Timeout: 2 * time.Minute, RetrySafe: true}, nil
+	return Command{Kind: "bmc.boot", Lane: "power", Args: operation(b, SetBootDevice, string(args)), SecretRefs: secretRefs(b), Timeout: 2 * time.Minute, RetrySafe: true}, nil
 }
 
 // AssignCommand carries the whole site's boot decisions. A machine without a
@@ -239,7 +285,7 @@ func AssignCommand(version uint64, machines []store.Machine, now time.Time) Comm
 		if len(m.MACs) == 0 {
 			continue
 		}
-		entry := &pxev1.Machine{MachineId: m.ID, Name: m.Name, Macs: m.MACs, Action: pxev1.Action_ACTION_LOCAL_DISK}
+		entry := &pxev1.Machine{MachineId: m.ID, Name: m.Name, Macs: m.MACs, Action: pxev1.Action_ACTION_LOCAL_DISK, Protected: m.Protected}
 		if a := m.Assignment; a.Action == Ramdisk && a.WindowUntil.After(now) {
 			entry.Action, entry.Purpose, entry.WindowId = pxev1.Action_ACTION_RAMDISK, a.Purpose, a.WindowID
 			entry.WindowUntilMs, entry.Artifacts = a.WindowUntil.UnixMilli(), a.Artifacts

@@ -14,15 +14,19 @@ import (
 	"github.com/better-compute/site-appliance/appliance/gateway/store"
 	"github.com/better-compute/site-appliance/bmc/bmcv1"
 	"github.com/better-compute/site-appliance/plugins/driver"
+	"github.com/better-compute/site-appliance/plugins/metal"
 )
 
 // builtIn are the drivers that agents have without a plugin. Their versions are
 // those of their declarations, which change when what they serve does.
 var builtIn = []driver.Manifest{
 	{
-		ID: "redfish", Version: "1.0.0", RunsOn: "site", Kinds: []string{"management", "power"},
-		RetrySafe: []string{"management.getBootDevice", "management.setBootDevice", "power.getPower"},
+		ID: "redfish", Version: "1.0.0", RunsOn: "site",
+		Kinds:     []string{"bios", "credentials", "firmware", "inspect", "management", "power", "raid", "virtual-media"},
+		RetrySafe: metal.RetrySafe("bios", "firmware", "inspect", "management", "power", "raid", "virtual-media"),
 	},
+	{ID: WakeOnLAN, Version: "1.0.0", RunsOn: "site", Kinds: []string{"power"}, RetrySafe: []string{GetPower, SetPower}},
+	{ID: Manual, Version: "1.0.0", RunsOn: "site", Kinds: []string{"power"}, RetrySafe: []string{GetPower, SetPower}},
 	{ID: "ipxe", Version: "1.0.0", RunsOn: "site", Kinds: []string{"boot"}},
 	{ID: "image-stream", Version: "1.0.0", RunsOn: "ramdisk", Kinds: []string{"deploy"}},
 }
@@ -94,6 +98,9 @@ func (m *Metal) operations(driver string) (operations []string, known bool) {
 	return operations, known
 }
 
+// Serves are the operations of a driver that metal knows itself.
+func Serves(driver string) []string { return slices.Clone(serves[driver]) }
+
 // CheckVerb refuses up front what a machine's BMC driver cannot serve. Metal's
 // own knowledge decides, else the gateway's configuration, else the kinds that
 // the labels of the site's agent name for the driver: nil where they name
@@ -102,12 +109,17 @@ func (m *Metal) CheckVerb(verb Verb, driver string, kinds []string) error {
 	return m.check(string(verb), needs[verb], driver, kinds)
 }
 
+// CheckOperation is CheckVerb for one operation.
+func (m *Metal) CheckOperation(operation, driver string, kinds []string) error {
+	return m.check(operation, []string{operation}, driver, kinds)
+}
+
 // CheckProfile is CheckVerb for the registered steps of a procedure.
 func (m *Metal) CheckProfile(p module.Profile, driver string, kinds []string) error {
 	var operations []string
 	for _, step := range p.Steps {
 		for _, r := range relayed {
-			if r.id == step.Uses && !slices.Contains(operations, r.operation) {
+			if r.step == step.Uses && !slices.Contains(operations, r.operation) {
 				operations = append(operations, r.operation)
 			}
 		}

@@ -170,7 +170,10 @@ func TestStepsRefuseWhatADriverLacks(t *testing.T) {
 		{"media.insert", "conf-bmc", `["https://x/a.iso"]`, "bmc.media"},
 		{"media.insert", "ipmi", `["https://x/a.iso"]`, ""},
 		{"media.eject", "unheard-of", ``, "bmc.media"},
-		{"inspect.inspect", "redfish", ``, ""},
+		{"inspect.inspect", "wol", ``, ""},
+		{"inspect.inspect", "redfish", ``, "bmc.query"},
+		{"bmc-credentials.rotate", "ipmi", ``, ""},
+		{"bmc-firmware.list", "manual", ``, ""},
 		{"inspect.inspect", "ipmi", ``, "bmc.query"},
 	} {
 		step, ok := set.Step(tt.step)

@@ -7,6 +7,8 @@ import (
 	"crypto/aes"
 	"crypto/cipher"
 	"crypto/rand"
+	"crypto/sha256"
+	"encoding/hex"
 	"errors"
 	"fmt"
 	"log/slog"
@@ -87,22 +89,51 @@ func TenantOf(ref string) (string, error) {
 	return tenant, nil
 }
 
+// pendingPrefix begins the names of passwords that no log-in has proved yet.
+// Nobody puts a secret under such a name but a rotation.
+const pendingPrefix = "rotation/"
+
+// PendingRef is where a credential's new password waits until a log-in with it
+// proves it: one place for each credential, so that there are never two.
+func PendingRef(credentialsRef string) (string, error) {
+	tenant, err := TenantOf(credentialsRef)
+	if err != nil {
+		return "", err
+	}
+	sum := sha256.Sum256([]byte(credentialsRef))
+	return Ref(tenant, pendingPrefix+hex.EncodeToString(sum[:16]))
+}
+
+// Pending reports whether a reference is of the form that PendingRef makes.
+func Pending(ref string) bool {
+	tenant, err := TenantOf(ref)
+	return err == nil && strings.HasPrefix(ref, "secret://"+tenant+"/"+pendingPrefix)
+}
+
 // Put encrypts and keeps a secret, replacing an older value.
 func (s *Service) Put(ctx context.Context, tenant, name string, value secret.Value) (ref string, err error) {
 	ref, err = Ref(tenant, name)
 	if err != nil {
 		return "", err
 	}
+	if Pending(ref) {
+		return "", errs.New(errs.InvalidArgs, "secret name %q: names that begin with %s are the gateway's own", name, pendingPrefix)
+	}
 	if n := len(value.Reveal()); n == 0 || n > MaxBytes {
 		return "", errs.New(errs.InvalidArgs, "secret of %d bytes: want 1 to %d", n, MaxBytes)
 	}
-	nonce := make([]byte, s.box.NonceSize())
-	rand.Read(nonce)
-	// The reference is bound in, so that a row cannot be moved to another name.
-	if err := s.store.PutSecret(ctx, ref, s.box.Seal(nonce, nonce, value.Reveal(), []byte(ref))); err != nil {
+	if err := s.store.PutSecret(ctx, ref, s.Seal(ref, value)); err != nil {
 		return "", fmt.Errorf("keep %s: %w", ref, err)
 	}
 	return ref, nil
+}
+
+// Seal encrypts a secret as the store keeps it. The reference is bound in, so
+// that a row cannot be moved to another name.
+func (s *Service) Seal(ref string, value secret.Value) []byte {
+	nonce := make([]byte, s.box.NonceSize())
+	rand.Read(nonce)
+	return s.box.Seal(nonce, nonce, value.Reveal(), []byte(ref))
 }
 
 // Get decrypts a secret; store.ErrNotFound where there is none.
@@ -111,6 +142,11 @@ func (s *Service) Get(ctx context.Context, ref string) (secret.Value, error) {
 	if err != nil {
 		return secret.Value{}, fmt.Errorf("read %s: %w", ref, err)
 	}
+	return s.Unseal(ref, sealed)
+}
+
+// Unseal decrypts what Seal made for the reference.
+func (s *Service) Unseal(ref string, sealed []byte) (secret.Value, error) {
 	n := s.box.NonceSize()
 	if len(sealed) < n {
 		return secret.Value{}, fmt.Errorf("read %s: the row is damaged", ref)

@@ -118,3 +118,30 @@ func FuzzTenantOf(f *testing.F) {
 		}
 	})
 }
+
+// TestPendingRef: each credential has one place for a new password, which nobody
+// else can put anything in.
+func TestPendingRef(t *testing.T) {
+	a, err := PendingRef("secret://acme/bmc-1")
+	if err != nil {
+		t.Fatal(err)
+	}
+	b, err := PendingRef("secret://acme/bmc-2")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if a == b || !Pending(a) || Pending("secret://acme/bmc-1") || Pending("secret://rotation/bmc-1") {
+		t.Errorf("PendingRef() = %s and %s", a, b)
+	}
+	if tenant, err := TenantOf(a); err != nil || tenant != "acme" {
+		t.Errorf("TenantOf(%s) = %s, %v", a, tenant, err)
+	}
+	if _, err := PendingRef("hunter2"); err == nil {
+		t.Error("PendingRef(a literal) succeeded")
+	}
+	_, with := newTest(t)
+	s := with(1)
+	if _, err := s.Put(t.Context(), "acme", strings.TrimPrefix(a, "secret://acme/"), secret.New([]byte("x"))); errs.CodeOf(err) != errs.InvalidArgs {
+		t.Errorf("Put(a pending password) = %v, want invalid-args", err)
+	}
+}

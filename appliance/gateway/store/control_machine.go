@@ -30,6 +30,8 @@ type Machine struct {
 	// partly came from, or empty.
 	Drivers         map[string]binding.Binding
 	HardwareProfile string
+	// Protected machines need people's grants for all that is destructive.
+	Protected bool
 }
 
 // Assignment is a machine's part of its site's pxe.assign snapshot.
@@ -70,7 +72,7 @@ func (s *Store) AddMachine(ctx context.Context, m Machine) error {
 }
 
 const machineSelect = `SELECT id, tenant_id, name, pool_id, site_id, driver, address, credentials_ref, tls_spki_sha256, driver_options,
-	product_uuid, state, hardware_json, created_ms, action, purpose, window_id, window_until_ms, artifacts, hardware_profile, drivers,
+	product_uuid, state, hardware_json, created_ms, action, purpose, window_id, window_until_ms, artifacts, hardware_profile, drivers, protected,
 	(SELECT json_group_array(mac) FROM (SELECT mac FROM machine_macs WHERE machine_id = machines.id ORDER BY mac)) FROM machines `
 
 func scanMachine(row scanner) (Machine, error) {
@@ -80,7 +82,7 @@ func scanMachine(row scanner) (Machine, error) {
 	a := &m.Assignment
 	err := row.Scan(&m.ID, &m.TenantID, &m.Name, &m.PoolID, &m.SiteID, &m.BMC.Driver, &m.BMC.Address, &m.BMC.CredentialsRef,
 		&m.BMC.TLSSPKISHA256, &m.BMC.DriverOptions, &m.ProductUUID, &m.State, &m.HardwareJSON, &created,
-		&a.Action, &a.Purpose, &a.WindowID, &until, &artifacts, &m.HardwareProfile, &drivers, &macs)
+		&a.Action, &a.Purpose, &a.WindowID, &until, &artifacts, &m.HardwareProfile, &drivers, &m.Protected, &macs)
 	if err == nil {
 		err = json.Unmarshal([]byte(artifacts), &a.Artifacts)
 	}
@@ -159,6 +161,24 @@ func (s *Store) Assign(ctx context.Context, siteID, machineID string, a Assignme
 		return fmt.Errorf("assign %s: %w", machineID, err)
 	}
 	return nil
+}
+
+// NextSnapshot raises the version of a site's snapshot and lists the site's
+// machines, by id, as they are in it.
+func (s *Store) NextSnapshot(ctx context.Context, siteID string) (version uint64, machines []Machine, err error) {
+	err = s.write(ctx, func(tx *sql.Tx) error {
+		var v int64
+		if err := tx.QueryRowContext(ctx, `UPDATE sites SET assign_version = assign_version + 1 WHERE id = ? RETURNING assign_version`, siteID).Scan(&v); err != nil {
+			return one(err)
+		}
+		version = uint64(v)
+		machines, err = list(ctx, tx, scanMachine, machineSelect+`WHERE site_id = ? ORDER BY id`, siteID)
+		return err
+	})
+	if err != nil {
+		return 0, nil, fmt.Errorf("next snapshot of %s: %w", siteID, err)
+	}
+	return version, machines, nil
 }
 
 // AssignVersion is the version of a site's latest snapshot; 0 before the first.

@@ -39,6 +39,10 @@ type Command struct {
 	Issued       time.Time
 	NotAfter     time.Time
 	Signed       *agentv1.SignedCommand
+	// GrantID and GrantTargets are what AddCommand counts as used; nobody reads
+	// them back.
+	GrantID      string
+	GrantTargets []string
 
 	State  CommandState
 	Cancel bool
@@ -89,9 +93,17 @@ func (s *Store) AddCommand(ctx context.Context, c Command) (added bool, err erro
 			return err
 		}
 		n, err := res.RowsAffected()
-		if err != nil || n == 1 {
-			added = err == nil
+		if err != nil {
 			return err
+		}
+		if n == 1 {
+			added = true
+			for _, target := range c.GrantTargets {
+				if _, err := tx.ExecContext(ctx, `INSERT INTO grant_uses (command_id, grant_id, target) VALUES (?, ?, ?)`, c.ID, c.GrantID, target); err != nil {
+					return err
+				}
+			}
+			return nil
 		}
 		var have []byte
 		if err := tx.QueryRowContext(ctx, `SELECT spec_hash FROM commands WHERE id = ?`, c.ID).Scan(&have); err != nil {

@@ -86,6 +86,15 @@ func (s *Store) Events(ctx context.Context, f EventFilter) ([]Event, error) {
 	return list(ctx, s.r, scanEvent, query, args...)
 }
 
+// BoxEvent is the newest event of this name and key from the site's own box;
+// what the site's other agents sent does not count.
+func (s *Store) BoxEvent(ctx context.Context, siteID, name, key string) (Event, error) {
+	e, err := scanEvent(s.r.QueryRowContext(ctx, `SELECT id, received_ms, at_ms, site_id, machine_id, agent_id, name, class, key, body_json FROM events
+		WHERE name = ?1 AND key = ?2 AND site_id = ?3 AND agent_id IN (SELECT id FROM agents WHERE site_id = ?3 AND role = ?4)
+		ORDER BY id DESC LIMIT 1`, name, key, siteID, int32(agentv1.Role_ROLE_SITE)))
+	return e, one(err)
+}
+
 func repeat(s string, n int) string {
 	out := ""
 	for range n {

@@ -52,7 +52,7 @@ func (e *Engine) StartProfile(ctx context.Context, name string, m store.Machine,
 	p := Params{Traceparent: traceparent}
 	var names []string
 	for i, step := range profile.Steps {
-		planned, err := e.planned(profile, step)
+		planned, err := e.planned(profile, step, m)
 		if err != nil {
 			return "", err
 		}
@@ -72,7 +72,7 @@ func (e *Engine) StartProfile(ctx context.Context, name string, m store.Machine,
 }
 
 // planned settles what a step will do, and for how long.
-func (e *Engine) planned(profile module.Profile, step module.ProfileStep) (Planned, error) {
+func (e *Engine) planned(profile module.Profile, step module.ProfileStep, m store.Machine) (Planned, error) {
 	p := Planned{ProfileStep: step}
 	kind := invocation.Kind
 	if registered, ok := e.Modules.Step(step.Uses); ok {
@@ -92,6 +92,12 @@ func (e *Engine) planned(profile module.Profile, step module.ProfileStep) (Plann
 			return Planned{}, apierr.Cannot("module-missing", "step %s sends %s, and the module that brings it is left out", step.Uses, kind)
 		}
 		p.Timeout = known.Timeout
+	}
+	if registered, ok := e.Modules.Step(step.Uses); ok && step.Timeout == 0 {
+		// A machine may need longer than its kind: people switch some.
+		if c, err := registered.Command(m, step.With); err == nil {
+			p.Timeout = max(p.Timeout, c.Timeout)
+		}
 	}
 	return p, nil
 }

@@ -647,3 +647,24 @@ func TestRegisteredStepsAnswerIsNoJSON(t *testing.T) {
 		t.Errorf("workflow is %s (%s: %s), want failed as driver-error", wf.State, wf.ErrorCode, wf.ErrorMessage)
 	}
 }
+
+// People who switch a machine have as long as a command may live, unless the
+// profile says otherwise; a BMC has its kind's time.
+func TestProfileGivesPeopleTime(t *testing.T) {
+	profile := func(timeout time.Duration) module.Profile {
+		return module.Profile{Name: "halt", Steps: []module.ProfileStep{{Uses: "power.setPower", On: module.OnSite, With: json.RawMessage(`"off"`), Timeout: timeout}}}
+	}
+	set, err := module.Join(module.Module{Name: "metal", Kinds: metal.Kinds(), Steps: metal.Steps()}, provision.Module(profile(0)))
+	must(t, err)
+	e := &Engine{Config: Config{Modules: set}}
+	for _, tt := range []struct {
+		driver        string
+		timeout, want time.Duration
+	}{{"ipmi", 0, 2 * time.Minute}, {"manual", 0, 24 * time.Hour}, {"manual", time.Hour, time.Hour}} {
+		p := profile(tt.timeout)
+		got, err := e.planned(p, p.Steps[0], store.Machine{BMC: store.BMC{Driver: tt.driver, Address: "x"}})
+		if err != nil || got.Timeout != tt.want {
+			t.Errorf("planned for driver %s, time-out %v = %v, %v, want %v", tt.driver, tt.timeout, got.Timeout, err, tt.want)
+		}
+	}
+}

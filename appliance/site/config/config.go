@@ -3,12 +3,16 @@
 package config
 
 import (
+	"bytes"
 	"cmp"
+	"encoding/pem"
 	"errors"
 	"fmt"
 	"net"
 	"net/netip"
 	"os"
+	"regexp"
+	"strconv"
 	"strings"
 
 	"github.com/BurntSushi/toml"
@@ -21,11 +25,29 @@ type Site struct {
 	Join     string `toml:"join"`
 	JoinFile string `toml:"join_file"`
 
-	Uplink  Uplink         `toml:"uplink"`
-	LAN     []LAN          `toml:"lan"`
-	Plugins Plugins        `toml:"plugins"`
-	Cache   Cache          `toml:"cache"`
-	Lanes   map[string]int `toml:"lanes"`
+	Uplink      Uplink         `toml:"uplink"`
+	LAN         []LAN          `toml:"lan"`
+	BMC         []BMC          `toml:"bmc"`
+	Authorities Authorities    `toml:"authorities"`
+	Plugins     Plugins        `toml:"plugins"`
+	Cache       Cache          `toml:"cache"`
+	Lanes       map[string]int `toml:"lanes"`
+}
+
+// BMC is what the site says of one BMC.
+type BMC struct {
+	// Address is a host name or IP address with an optional port, 443.
+	Address string `toml:"address"`
+	// LegacyTLS allows this one BMC TLS 1.0 and 1.1, and key exchange by RSA.
+	LegacyTLS bool `toml:"legacy_tls"`
+}
+
+// Authorities are the site's own CAs: beside the system's they judge the
+// certificates of BMCs that were enrolled without a pin.
+type Authorities struct {
+	// File holds certificates in PEM, and PEM is such a text itself.
+	File string `toml:"file"`
+	PEM  string `toml:"pem"`
 }
 
 // Uplink is the interface towards the gateway. Without a MAC or a name it is
@@ -252,6 +274,20 @@ func (s *Site) check() error {
 		}
 		ports[l.id()] = where
 	}
+	bmcs := map[string]bool{}
+	for i, b := range s.BMC {
+		address, err := b.HostPort()
+		if err != nil {
+			return fmt.Errorf("bmc %d: address = %.100q: %w", i+1, b.Address, err)
+		}
+		if bmcs[address] {
+			return fmt.Errorf("bmc %d: %s has a section already", i+1, address)
+		}
+		bmcs[address] = true
+	}
+	if err := checkPEM([]byte(s.Authorities.PEM)); err != nil {
+		return fmt.Errorf("authorities.pem: %w", err)
+	}
 	for lane, n := range s.Lanes {
 		known := false
 		for _, name := range laneNames {
@@ -266,6 +302,43 @@ func (s *Site) check() error {
 	}
 	if s.Cache.MaxBytes < 0 {
 		return fmt.Errorf("cache.max_bytes = %d: want 0 or more", s.Cache.MaxBytes)
+	}
+	return nil
+}
+
+var hostName = regexp.MustCompile(`^[a-z0-9_]([a-z0-9_.-]{0,251}[a-z0-9_])?$`)
+
+// HostPort is the address with its port, in the one spelling that BMCs are known by.
+func (b BMC) HostPort() (string, error) {
+	host, port := b.Address, "443"
+	if i := strings.LastIndexByte(host, ':'); i >= 0 && (strings.Count(host, ":") == 1 || strings.Contains(host, "]:")) {
+		host, port = host[:i], host[i+1:]
+	}
+	if n, err := strconv.ParseUint(port, 10, 16); err != nil || n == 0 || strconv.FormatUint(n, 10) != port {
+		return "", errors.New("want a port from 1 to 65535 behind the colon")
+	}
+	if inner, ok := strings.CutPrefix(host, "["); ok {
+		if host, ok = strings.CutSuffix(inner, "]"); !ok || !strings.Contains(host, ":") {
+			return "", errors.New("want [IPv6 address]:port")
+		}
+	}
+	if ip, err := netip.ParseAddr(host); err == nil && ip.Zone() == "" {
+		return net.JoinHostPort(ip.Unmap().String(), port), nil
+	}
+	if host = strings.ToLower(host); !hostName.MatchString(host) {
+		return "", errors.New("want a host name or an IP address, such as 10.0.0.9 or 10.0.0.9:443")
+	}
+	return net.JoinHostPort(host, port), nil
+}
+
+// checkPEM wants certificates and nothing else; nothing at all is fine.
+func checkPEM(text []byte) error {
+	for len(bytes.TrimSpace(text)) > 0 {
+		block, rest := pem.Decode(text)
+		if block == nil || block.Type != "CERTIFICATE" || !bytes.HasPrefix(bytes.TrimSpace(text), []byte("-----BEGIN ")) {
+			return errors.New("want certificates in PEM, and nothing else")
+		}
+		text = rest
 	}
 	return nil
 }

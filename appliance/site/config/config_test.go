@@ -27,6 +27,13 @@ privileged = "kata, two"
 
 [lanes]
 power = 4
+
+[[bmc]]
+address = "BMC-9.example"
+legacy_tls = true
+
+[authorities]
+file = "/etc/ca.pem"
 `
 
 func TestParseSite(t *testing.T) {
@@ -36,6 +43,9 @@ func TestParseSite(t *testing.T) {
 	}
 	if got := s.LAN[0].Address.String(); got != "10.77.0.1/24" {
 		t.Errorf("lan address = %s", got)
+	}
+	if len(s.BMC) != 1 || !s.BMC[0].LegacyTLS || s.Authorities.File != "/etc/ca.pem" {
+		t.Errorf("bmc = %+v, authorities = %+v", s.BMC, s.Authorities)
 	}
 	if !s.Plugins.Sandboxed() || strings.Join(s.Plugins.PrivilegedNames(), "|") != "kata|two" {
 		t.Errorf("plugins = %+v", s.Plugins)
@@ -59,6 +69,16 @@ func TestParseSiteErrors(t *testing.T) {
 		{`interface = "up0"`, "interface = \"up0\"\naddress = \"10.0.0.1\"", "uplink.address"},
 		{"power = 4", "powr = 4", "unknown lane"},
 		{"power = 4", "power = 0", "want 1 to 1024"},
+		{"legacy_tls = true", "legacy_tsl = true", `site.toml:22: unknown key "bmc.legacy_tsl"`},
+		{"legacy_tls = true", "tls_verify = false", `unknown key "bmc.tls_verify"`},
+		{"legacy_tls = true", `legacy_tls = "yes"`, "bmc.legacy_tls"},
+		{`"BMC-9.example"`, `""`, "bmc 1: address = \"\""},
+		{`"BMC-9.example"`, `"https://bmc"`, "bmc 1: address"},
+		{`"BMC-9.example"`, `"bmc:0"`, "want a port"},
+		{`"BMC-9.example"`, "\"bmc-9.example:443\"\n[[bmc]]\naddress = \"BMC-9.example\"", "bmc 2: bmc-9.example:443 has a section already"},
+		{`file = "/etc/ca.pem"`, `pem = "hello"`, "authorities.pem: want certificates"},
+		{`file = "/etc/ca.pem"`, "pem = '''\n-----BEGIN PRIVATE KEY-----\nAAAA\n-----END PRIVATE KEY-----\n'''", "authorities.pem: want certificates"},
+		{`file = "/etc/ca.pem"`, `path = "/etc/ca.pem"`, `unknown key "authorities.path"`},
 		{`join_file = "/run/join"`, "join_file = \"a\"\njoin = \"b\"", "keep one"},
 	} {
 		text := strings.Replace(good, tt.old, tt.new, 1)
@@ -68,6 +88,18 @@ func TestParseSiteErrors(t *testing.T) {
 		_, err := ParseSite("site.toml", []byte(text))
 		if err == nil || !strings.Contains(err.Error(), tt.want) {
 			t.Errorf("with %q: error %v, want it to hold %q", tt.new, err, tt.want)
+		}
+	}
+}
+
+func TestBMCHostPort(t *testing.T) {
+	for in, want := range map[string]string{
+		"10.0.0.9": "10.0.0.9:443", "10.0.0.9:8443": "10.0.0.9:8443", "BMC.Example": "bmc.example:443", "::1": "[::1]:443", "[2001:DB8::1]:8443": "[2001:db8::1]:8443",
+		"[::1]": "[::1]:443", "": "", ":443": "", "10.0.0.9:": "", "10.0.0.9:65536": "", "10.0.0.9:0443": "", "[::1": "", "[bmc]": "", "a b": "", "-bmc": "", "bmc/": "", "u@bmc": "",
+	} {
+		got, err := BMC{Address: in}.HostPort()
+		if got != want || (err == nil) != (want != "") {
+			t.Errorf("HostPort(%q) = %q, %v, want %q", in, got, err, want)
 		}
 	}
 }

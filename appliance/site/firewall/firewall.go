@@ -42,15 +42,16 @@ type Home struct {
 // LANRule is what machines and BMCs on one interface may reach. A service
 // without its own port number has the standard one.
 type LANRule struct {
-	Interface                     string
-	DHCP, TFTP, HTTP, Passthrough bool
-	// HTTPPort is 80 and PassthroughPort 7443 when they are 0.
-	HTTPPort, PassthroughPort uint16
+	Interface                            string
+	DHCP, TFTP, HTTP, Passthrough, Media bool
+	// HTTPPort is 80, PassthroughPort 7443 and MediaPort 7444 when they are 0.
+	HTTPPort, PassthroughPort, MediaPort uint16
 }
 
 const (
 	defaultHTTP        = 80
 	defaultPassthrough = 7443
+	defaultMedia       = 7444
 )
 
 // Apply puts the rules in place of earlier ones, all at once, and turns
@@ -211,6 +212,7 @@ func (l LANRule) rules() []rule {
 	service(l.TFTP, unix.IPPROTO_UDP, 69)
 	service(l.HTTP, unix.IPPROTO_TCP, cmp.Or(l.HTTPPort, defaultHTTP))
 	service(l.Passthrough, unix.IPPROTO_TCP, cmp.Or(l.PassthroughPort, defaultPassthrough))
+	service(l.Media, unix.IPPROTO_TCP, cmp.Or(l.MediaPort, defaultMedia))
 	return rules
 }
 

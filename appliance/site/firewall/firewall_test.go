@@ -159,7 +159,7 @@ func (s *site) apply(r Rules) {
 // and some that nobody may.
 func TestApply(t *testing.T) {
 	s := newSite(t)
-	for _, p := range []string{":22", ":80", ":7443", ":9000"} {
+	for _, p := range []string{":22", ":80", ":7443", ":7444", ":9000"} {
 		s.echo(s.box, "tcp4", p)
 	}
 	for _, p := range []string{":67", ":68", ":69", ":123", ":4011"} {
@@ -183,6 +183,8 @@ func TestApply(t *testing.T) {
 		{"uplink ssh", s.neighbour, "tcp4", "", boxUplink + ":22", false},
 		{"uplink HTTP", s.neighbour, "tcp4", "", boxUplink + ":80", false},
 		{"uplink pass-through", s.neighbour, "tcp4", "", boxUplink + ":7443", false},
+		{"uplink media", s.neighbour, "tcp4", "", boxUplink + ":7444", false},
+		{"uplink to the LAN address, media", s.neighbour, "tcp4", "", boxLAN + ":7444", false},
 		{"uplink other", s.neighbour, "tcp4", "", boxUplink + ":9000", false},
 		{"uplink DHCP", s.neighbour, "udp4", "", boxUplink + ":67", false},
 		{"uplink TFTP", s.neighbour, "udp4", "", boxUplink + ":69", false},
@@ -197,6 +199,7 @@ func TestApply(t *testing.T) {
 		{"machine through the box to the uplink", s.machine, "tcp4", "", neighbourAddr + ":443", false},
 		{"LAN HTTP", s.machine, "tcp4", "", boxLAN + ":80", true},
 		{"LAN pass-through", s.machine, "tcp4", "", boxLAN + ":7443", true},
+		{"LAN media", s.machine, "tcp4", "", boxLAN + ":7444", true},
 		{"LAN DHCP", s.machine, "udp4", "", boxLAN + ":67", true},
 		{"LAN TFTP", s.machine, "udp4", "", boxLAN + ":69", true},
 		{"LAN ssh", s.machine, "tcp4", "", boxLAN + ":22", false},
@@ -216,7 +219,7 @@ func TestApply(t *testing.T) {
 		}
 	}
 
-	rules := Rules{Uplink: "uplink", LANs: []LANRule{{Interface: "lan", DHCP: true, TFTP: true, HTTP: true, Passthrough: true}}}
+	rules := Rules{Uplink: "uplink", LANs: []LANRule{{Interface: "lan", DHCP: true, TFTP: true, HTTP: true, Passthrough: true, Media: true}}}
 	s.apply(rules)
 	if got := s.box.ReadSysctl("net/ipv4/ip_forward"); got != "0" {
 		t.Errorf("ip_forward = %s, want 0", got)
@@ -239,6 +242,7 @@ func TestApply(t *testing.T) {
 	for _, a := range []attempt{
 		{"LAN HTTP on its own port", s.machine, "tcp4", "", boxLAN + ":9000", true},
 		{"LAN on the port of before", s.machine, "tcp4", "", boxLAN + ":80", false},
+		{"LAN media, not listed now", s.machine, "tcp4", "", boxLAN + ":7444", false},
 		{"LAN TFTP, not listed now", s.machine, "udp4", "", boxLAN + ":69", false},
 		{"unnamed uplink HTTP", s.neighbour, "tcp4", "", boxUplink + ":9000", false},
 		{"unnamed uplink DHCP server's answer", s.neighbour, "udp4", "67", boxUplink + ":68", true},

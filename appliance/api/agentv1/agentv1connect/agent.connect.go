@@ -28,6 +28,8 @@ const (
 	EnrolmentServiceName = "bettercompute.agent.v1.EnrolmentService"
 	// SessionServiceName is the fully-qualified name of the SessionService service.
 	SessionServiceName = "bettercompute.agent.v1.SessionService"
+	// TunnelServiceName is the fully-qualified name of the TunnelService service.
+	TunnelServiceName = "bettercompute.agent.v1.TunnelService"
 	// SecretServiceName is the fully-qualified name of the SecretService service.
 	SecretServiceName = "bettercompute.agent.v1.SecretService"
 	// ArtifactServiceName is the fully-qualified name of the ArtifactService service.
@@ -50,6 +52,8 @@ const (
 	EnrolmentServiceRenewProcedure = "/bettercompute.agent.v1.EnrolmentService/Renew"
 	// SessionServiceConnectProcedure is the fully-qualified name of the SessionService's Connect RPC.
 	SessionServiceConnectProcedure = "/bettercompute.agent.v1.SessionService/Connect"
+	// TunnelServiceTunnelProcedure is the fully-qualified name of the TunnelService's Tunnel RPC.
+	TunnelServiceTunnelProcedure = "/bettercompute.agent.v1.TunnelService/Tunnel"
 	// SecretServiceResolveProcedure is the fully-qualified name of the SecretService's Resolve RPC.
 	SecretServiceResolveProcedure = "/bettercompute.agent.v1.SecretService/Resolve"
 	// ArtifactServiceLocateProcedure is the fully-qualified name of the ArtifactService's Locate RPC.
@@ -223,6 +227,78 @@ type UnimplementedSessionServiceHandler struct{}
 
 func (UnimplementedSessionServiceHandler) Connect(context.Context, *connect.BidiStream[agentv1.AgentFrame, agentv1.GatewayFrame]) error {
 	return connect.NewError(connect.CodeUnimplemented, errors.New("bettercompute.agent.v1.SessionService.Connect is not implemented"))
+}
+
+// TunnelServiceClient is a client for the bettercompute.agent.v1.TunnelService service.
+type TunnelServiceClient interface {
+	// The agent opens it with the command's id. Either side closes it.
+	Tunnel(context.Context) *connect.BidiStreamForClient[agentv1.TunnelFrame, agentv1.TunnelFrame]
+}
+
+// NewTunnelServiceClient constructs a client for the bettercompute.agent.v1.TunnelService service.
+// By default, it uses the Connect protocol with the binary Protobuf Codec, asks for gzipped
+// responses, and sends uncompressed requests. To use the gRPC or gRPC-Web protocols, supply the
+// connect.WithGRPC() or connect.WithGRPCWeb() options.
+//
+// The URL supplied here should be the base URL for the Connect or gRPC server (for example,
+// http://api.acme.com or https://acme.com/grpc).
+func NewTunnelServiceClient(httpClient connect.HTTPClient, baseURL string, opts ...connect.ClientOption) TunnelServiceClient {
+	baseURL = strings.TrimRight(baseURL, "/")
+	tunnelServiceMethods := agentv1.File_appliance_api_agentv1_agent_proto.Services().ByName("TunnelService").Methods()
+	return &tunnelServiceClient{
+		tunnel: connect.NewClient[agentv1.TunnelFrame, agentv1.TunnelFrame](
+			httpClient,
+			baseURL+TunnelServiceTunnelProcedure,
+			connect.WithSchema(tunnelServiceMethods.ByName("Tunnel")),
+			connect.WithClientOptions(opts...),
+		),
+	}
+}
+
+// tunnelServiceClient implements TunnelServiceClient.
+type tunnelServiceClient struct {
+	tunnel *connect.Client[agentv1.TunnelFrame, agentv1.TunnelFrame]
+}
+
+// Tunnel calls bettercompute.agent.v1.TunnelService.Tunnel.
+func (c *tunnelServiceClient) Tunnel(ctx context.Context) *connect.BidiStreamForClient[agentv1.TunnelFrame, agentv1.TunnelFrame] {
+	return c.tunnel.CallBidiStream(ctx)
+}
+
+// TunnelServiceHandler is an implementation of the bettercompute.agent.v1.TunnelService service.
+type TunnelServiceHandler interface {
+	// The agent opens it with the command's id. Either side closes it.
+	Tunnel(context.Context, *connect.BidiStream[agentv1.TunnelFrame, agentv1.TunnelFrame]) error
+}
+
+// NewTunnelServiceHandler builds an HTTP handler from the service implementation. It returns the
+// path on which to mount the handler and the handler itself.
+//
+// By default, handlers support the Connect, gRPC, and gRPC-Web protocols with the binary Protobuf
+// and JSON codecs. They also support gzip compression.
+func NewTunnelServiceHandler(svc TunnelServiceHandler, opts ...connect.HandlerOption) (string, http.Handler) {
+	tunnelServiceMethods := agentv1.File_appliance_api_agentv1_agent_proto.Services().ByName("TunnelService").Methods()
+	tunnelServiceTunnelHandler := connect.NewBidiStreamHandler(
+		TunnelServiceTunnelProcedure,
+		svc.Tunnel,
+		connect.WithSchema(tunnelServiceMethods.ByName("Tunnel")),
+		connect.WithHandlerOptions(opts...),
+	)
+	return "/bettercompute.agent.v1.TunnelService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		switch r.URL.Path {
+		case TunnelServiceTunnelProcedure:
+			tunnelServiceTunnelHandler.ServeHTTP(w, r)
+		default:
+			http.NotFound(w, r)
+		}
+	})
+}
+
+// UnimplementedTunnelServiceHandler returns CodeUnimplemented from all methods.
+type UnimplementedTunnelServiceHandler struct{}
+
+func (UnimplementedTunnelServiceHandler) Tunnel(context.Context, *connect.BidiStream[agentv1.TunnelFrame, agentv1.TunnelFrame]) error {
+	return connect.NewError(connect.CodeUnimplemented, errors.New("bettercompute.agent.v1.TunnelService.Tunnel is not implemented"))
 }
 
 // SecretServiceClient is a client for the bettercompute.agent.v1.SecretService service.

@@ -32,6 +32,8 @@ const (
 	SecretServiceName = "compute.v1.SecretService"
 	// MetalServiceName is the fully-qualified name of the MetalService service.
 	MetalServiceName = "compute.v1.MetalService"
+	// GrantServiceName is the fully-qualified name of the GrantService service.
+	GrantServiceName = "compute.v1.GrantService"
 	// WorkflowServiceName is the fully-qualified name of the WorkflowService service.
 	WorkflowServiceName = "compute.v1.WorkflowService"
 	// ArtifactServiceName is the fully-qualified name of the ArtifactService service.
@@ -58,6 +60,8 @@ const (
 	SiteServiceAddProcedure = "/compute.v1.SiteService/Add"
 	// SiteServiceListProcedure is the fully-qualified name of the SiteService's List RPC.
 	SiteServiceListProcedure = "/compute.v1.SiteService/List"
+	// SiteServiceHttpProxyProcedure is the fully-qualified name of the SiteService's HttpProxy RPC.
+	SiteServiceHttpProxyProcedure = "/compute.v1.SiteService/HttpProxy"
 	// PoolServiceAddProcedure is the fully-qualified name of the PoolService's Add RPC.
 	PoolServiceAddProcedure = "/compute.v1.PoolService/Add"
 	// PoolServiceListProcedure is the fully-qualified name of the PoolService's List RPC.
@@ -81,6 +85,28 @@ const (
 	MetalServiceInspectProcedure = "/compute.v1.MetalService/Inspect"
 	// MetalServiceDeployProcedure is the fully-qualified name of the MetalService's Deploy RPC.
 	MetalServiceDeployProcedure = "/compute.v1.MetalService/Deploy"
+	// MetalServiceOperateProcedure is the fully-qualified name of the MetalService's Operate RPC.
+	MetalServiceOperateProcedure = "/compute.v1.MetalService/Operate"
+	// MetalServiceGetCommandProcedure is the fully-qualified name of the MetalService's GetCommand RPC.
+	MetalServiceGetCommandProcedure = "/compute.v1.MetalService/GetCommand"
+	// MetalServiceRotateCredentialsProcedure is the fully-qualified name of the MetalService's
+	// RotateCredentials RPC.
+	MetalServiceRotateCredentialsProcedure = "/compute.v1.MetalService/RotateCredentials"
+	// MetalServiceRebindBmcProcedure is the fully-qualified name of the MetalService's RebindBmc RPC.
+	MetalServiceRebindBmcProcedure = "/compute.v1.MetalService/RebindBmc"
+	// MetalServiceConfirmPowerProcedure is the fully-qualified name of the MetalService's ConfirmPower
+	// RPC.
+	MetalServiceConfirmPowerProcedure = "/compute.v1.MetalService/ConfirmPower"
+	// MetalServiceConsoleProcedure is the fully-qualified name of the MetalService's Console RPC.
+	MetalServiceConsoleProcedure = "/compute.v1.MetalService/Console"
+	// GrantServiceProposeProcedure is the fully-qualified name of the GrantService's Propose RPC.
+	GrantServiceProposeProcedure = "/compute.v1.GrantService/Propose"
+	// GrantServiceGetProcedure is the fully-qualified name of the GrantService's Get RPC.
+	GrantServiceGetProcedure = "/compute.v1.GrantService/Get"
+	// GrantServiceListProcedure is the fully-qualified name of the GrantService's List RPC.
+	GrantServiceListProcedure = "/compute.v1.GrantService/List"
+	// GrantServiceApproveProcedure is the fully-qualified name of the GrantService's Approve RPC.
+	GrantServiceApproveProcedure = "/compute.v1.GrantService/Approve"
 	// WorkflowServiceStartProcedure is the fully-qualified name of the WorkflowService's Start RPC.
 	WorkflowServiceStartProcedure = "/compute.v1.WorkflowService/Start"
 	// WorkflowServiceCancelProcedure is the fully-qualified name of the WorkflowService's Cancel RPC.
@@ -111,6 +137,9 @@ const (
 type SiteServiceClient interface {
 	Add(context.Context, *connect.Request[computev1.AddSiteRequest]) (*connect.Response[computev1.AddSiteResponse], error)
 	List(context.Context, *connect.Request[computev1.ListSitesRequest]) (*connect.Response[computev1.ListSitesResponse], error)
+	// One HTTP request from the site's box to a host there that is no BMC;
+	// compute:sites:proxy. The first message has status and headers, the others the body.
+	HttpProxy(context.Context, *connect.Request[computev1.SiteHttpProxyRequest]) (*connect.ServerStreamForClient[computev1.SiteHttpProxyResponse], error)
 }
 
 // NewSiteServiceClient constructs a client for the compute.v1.SiteService service. By default, it
@@ -136,13 +165,20 @@ func NewSiteServiceClient(httpClient connect.HTTPClient, baseURL string, opts ..
 			connect.WithSchema(siteServiceMethods.ByName("List")),
 			connect.WithClientOptions(opts...),
 		),
+		httpProxy: connect.NewClient[computev1.SiteHttpProxyRequest, computev1.SiteHttpProxyResponse](
+			httpClient,
+			baseURL+SiteServiceHttpProxyProcedure,
+			connect.WithSchema(siteServiceMethods.ByName("HttpProxy")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
 // siteServiceClient implements SiteServiceClient.
 type siteServiceClient struct {
-	add  *connect.Client[computev1.AddSiteRequest, computev1.AddSiteResponse]
-	list *connect.Client[computev1.ListSitesRequest, computev1.ListSitesResponse]
+	add       *connect.Client[computev1.AddSiteRequest, computev1.AddSiteResponse]
+	list      *connect.Client[computev1.ListSitesRequest, computev1.ListSitesResponse]
+	httpProxy *connect.Client[computev1.SiteHttpProxyRequest, computev1.SiteHttpProxyResponse]
 }
 
 // Add calls compute.v1.SiteService.Add.
@@ -155,10 +191,18 @@ func (c *siteServiceClient) List(ctx context.Context, req *connect.Request[compu
 	return c.list.CallUnary(ctx, req)
 }
 
+// HttpProxy calls compute.v1.SiteService.HttpProxy.
+func (c *siteServiceClient) HttpProxy(ctx context.Context, req *connect.Request[computev1.SiteHttpProxyRequest]) (*connect.ServerStreamForClient[computev1.SiteHttpProxyResponse], error) {
+	return c.httpProxy.CallServerStream(ctx, req)
+}
+
 // SiteServiceHandler is an implementation of the compute.v1.SiteService service.
 type SiteServiceHandler interface {
 	Add(context.Context, *connect.Request[computev1.AddSiteRequest]) (*connect.Response[computev1.AddSiteResponse], error)
 	List(context.Context, *connect.Request[computev1.ListSitesRequest]) (*connect.Response[computev1.ListSitesResponse], error)
+	// One HTTP request from the site's box to a host there that is no BMC;
+	// compute:sites:proxy. The first message has status and headers, the others the body.
+	HttpProxy(context.Context, *connect.Request[computev1.SiteHttpProxyRequest], *connect.ServerStream[computev1.SiteHttpProxyResponse]) error
 }
 
 // NewSiteServiceHandler builds an HTTP handler from the service implementation. It returns the path
@@ -180,12 +224,20 @@ func NewSiteServiceHandler(svc SiteServiceHandler, opts ...connect.HandlerOption
 		connect.WithSchema(siteServiceMethods.ByName("List")),
 		connect.WithHandlerOptions(opts...),
 	)
+	siteServiceHttpProxyHandler := connect.NewServerStreamHandler(
+		SiteServiceHttpProxyProcedure,
+		svc.HttpProxy,
+		connect.WithSchema(siteServiceMethods.ByName("HttpProxy")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/compute.v1.SiteService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case SiteServiceAddProcedure:
 			siteServiceAddHandler.ServeHTTP(w, r)
 		case SiteServiceListProcedure:
 			siteServiceListHandler.ServeHTTP(w, r)
+		case SiteServiceHttpProxyProcedure:
+			siteServiceHttpProxyHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -201,6 +253,10 @@ func (UnimplementedSiteServiceHandler) Add(context.Context, *connect.Request[com
 
 func (UnimplementedSiteServiceHandler) List(context.Context, *connect.Request[computev1.ListSitesRequest]) (*connect.Response[computev1.ListSitesResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.SiteService.List is not implemented"))
+}
+
+func (UnimplementedSiteServiceHandler) HttpProxy(context.Context, *connect.Request[computev1.SiteHttpProxyRequest], *connect.ServerStream[computev1.SiteHttpProxyResponse]) error {
+	return connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.SiteService.HttpProxy is not implemented"))
 }
 
 // PoolServiceClient is a client for the compute.v1.PoolService service.
@@ -380,6 +436,20 @@ type MetalServiceClient interface {
 	// Boots the ramdisk agent once and records the hardware that it reports.
 	Inspect(context.Context, *connect.Request[computev1.InspectRequest]) (*connect.Response[computev1.InspectResponse], error)
 	Deploy(context.Context, *connect.Request[computev1.DeployRequest]) (*connect.Response[computev1.DeployResponse], error)
+	// One operation of the machine's BMC driver. A query is answered; anything
+	// else answers the id of its command. compute:metal:read serves queries alone.
+	Operate(context.Context, *connect.Request[computev1.OperateRequest]) (*connect.Response[computev1.OperateResponse], error)
+	GetCommand(context.Context, *connect.Request[computev1.GetCommandRequest]) (*connect.Response[computev1.GetCommandResponse], error)
+	// A new password for the BMC's account, made by the gateway and kept pending
+	// until a login with it has proved it.
+	RotateCredentials(context.Context, *connect.Request[computev1.RotateCredentialsRequest]) (*connect.Response[computev1.RotateCredentialsResponse], error)
+	// Another address, credential, pin or driver for the machine's BMC, or
+	// another protection.
+	RebindBmc(context.Context, *connect.Request[computev1.RebindBmcRequest]) (*connect.Response[computev1.RebindBmcResponse], error)
+	// A person says that a machine without a BMC has been switched.
+	ConfirmPower(context.Context, *connect.Request[computev1.ConfirmPowerRequest]) (*connect.Response[computev1.ConfirmPowerResponse], error)
+	// The machine's serial console; the first request opens it.
+	Console(context.Context) *connect.BidiStreamForClient[computev1.ConsoleRequest, computev1.ConsoleResponse]
 }
 
 // NewMetalServiceClient constructs a client for the compute.v1.MetalService service. By default, it
@@ -441,19 +511,61 @@ func NewMetalServiceClient(httpClient connect.HTTPClient, baseURL string, opts .
 			connect.WithSchema(metalServiceMethods.ByName("Deploy")),
 			connect.WithClientOptions(opts...),
 		),
+		operate: connect.NewClient[computev1.OperateRequest, computev1.OperateResponse](
+			httpClient,
+			baseURL+MetalServiceOperateProcedure,
+			connect.WithSchema(metalServiceMethods.ByName("Operate")),
+			connect.WithClientOptions(opts...),
+		),
+		getCommand: connect.NewClient[computev1.GetCommandRequest, computev1.GetCommandResponse](
+			httpClient,
+			baseURL+MetalServiceGetCommandProcedure,
+			connect.WithSchema(metalServiceMethods.ByName("GetCommand")),
+			connect.WithClientOptions(opts...),
+		),
+		rotateCredentials: connect.NewClient[computev1.RotateCredentialsRequest, computev1.RotateCredentialsResponse](
+			httpClient,
+			baseURL+MetalServiceRotateCredentialsProcedure,
+			connect.WithSchema(metalServiceMethods.ByName("RotateCredentials")),
+			connect.WithClientOptions(opts...),
+		),
+		rebindBmc: connect.NewClient[computev1.RebindBmcRequest, computev1.RebindBmcResponse](
+			httpClient,
+			baseURL+MetalServiceRebindBmcProcedure,
+			connect.WithSchema(metalServiceMethods.ByName("RebindBmc")),
+			connect.WithClientOptions(opts...),
+		),
+		confirmPower: connect.NewClient[computev1.ConfirmPowerRequest, computev1.ConfirmPowerResponse](
+			httpClient,
+			baseURL+MetalServiceConfirmPowerProcedure,
+			connect.WithSchema(metalServiceMethods.ByName("ConfirmPower")),
+			connect.WithClientOptions(opts...),
+		),
+		console: connect.NewClient[computev1.ConsoleRequest, computev1.ConsoleResponse](
+			httpClient,
+			baseURL+MetalServiceConsoleProcedure,
+			connect.WithSchema(metalServiceMethods.ByName("Console")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
 // metalServiceClient implements MetalServiceClient.
 type metalServiceClient struct {
-	enroll        *connect.Client[computev1.EnrollMachineRequest, computev1.EnrollMachineResponse]
-	list          *connect.Client[computev1.ListMachinesRequest, computev1.ListMachinesResponse]
-	get           *connect.Client[computev1.GetMachineRequest, computev1.GetMachineResponse]
-	getPower      *connect.Client[computev1.GetPowerRequest, computev1.GetPowerResponse]
-	setPower      *connect.Client[computev1.SetPowerRequest, computev1.SetPowerResponse]
-	setBootDevice *connect.Client[computev1.SetBootDeviceRequest, computev1.SetBootDeviceResponse]
-	inspect       *connect.Client[computev1.InspectRequest, computev1.InspectResponse]
-	deploy        *connect.Client[computev1.DeployRequest, computev1.DeployResponse]
+	enroll            *connect.Client[computev1.EnrollMachineRequest, computev1.EnrollMachineResponse]
+	list              *connect.Client[computev1.ListMachinesRequest, computev1.ListMachinesResponse]
+	get               *connect.Client[computev1.GetMachineRequest, computev1.GetMachineResponse]
+	getPower          *connect.Client[computev1.GetPowerRequest, computev1.GetPowerResponse]
+	setPower          *connect.Client[computev1.SetPowerRequest, computev1.SetPowerResponse]
+	setBootDevice     *connect.Client[computev1.SetBootDeviceRequest, computev1.SetBootDeviceResponse]
+	inspect           *connect.Client[computev1.InspectRequest, computev1.InspectResponse]
+	deploy            *connect.Client[computev1.DeployRequest, computev1.DeployResponse]
+	operate           *connect.Client[computev1.OperateRequest, computev1.OperateResponse]
+	getCommand        *connect.Client[computev1.GetCommandRequest, computev1.GetCommandResponse]
+	rotateCredentials *connect.Client[computev1.RotateCredentialsRequest, computev1.RotateCredentialsResponse]
+	rebindBmc         *connect.Client[computev1.RebindBmcRequest, computev1.RebindBmcResponse]
+	confirmPower      *connect.Client[computev1.ConfirmPowerRequest, computev1.ConfirmPowerResponse]
+	console           *connect.Client[computev1.ConsoleRequest, computev1.ConsoleResponse]
 }
 
 // Enroll calls compute.v1.MetalService.Enroll.
@@ -496,6 +608,36 @@ func (c *metalServiceClient) Deploy(ctx context.Context, req *connect.Request[co
 	return c.deploy.CallUnary(ctx, req)
 }
 
+// Operate calls compute.v1.MetalService.Operate.
+func (c *metalServiceClient) Operate(ctx context.Context, req *connect.Request[computev1.OperateRequest]) (*connect.Response[computev1.OperateResponse], error) {
+	return c.operate.CallUnary(ctx, req)
+}
+
+// GetCommand calls compute.v1.MetalService.GetCommand.
+func (c *metalServiceClient) GetCommand(ctx context.Context, req *connect.Request[computev1.GetCommandRequest]) (*connect.Response[computev1.GetCommandResponse], error) {
+	return c.getCommand.CallUnary(ctx, req)
+}
+
+// RotateCredentials calls compute.v1.MetalService.RotateCredentials.
+func (c *metalServiceClient) RotateCredentials(ctx context.Context, req *connect.Request[computev1.RotateCredentialsRequest]) (*connect.Response[computev1.RotateCredentialsResponse], error) {
+	return c.rotateCredentials.CallUnary(ctx, req)
+}
+
+// RebindBmc calls compute.v1.MetalService.RebindBmc.
+func (c *metalServiceClient) RebindBmc(ctx context.Context, req *connect.Request[computev1.RebindBmcRequest]) (*connect.Response[computev1.RebindBmcResponse], error) {
+	return c.rebindBmc.CallUnary(ctx, req)
+}
+
+// ConfirmPower calls compute.v1.MetalService.ConfirmPower.
+func (c *metalServiceClient) ConfirmPower(ctx context.Context, req *connect.Request[computev1.ConfirmPowerRequest]) (*connect.Response[computev1.ConfirmPowerResponse], error) {
+	return c.confirmPower.CallUnary(ctx, req)
+}
+
+// Console calls compute.v1.MetalService.Console.
+func (c *metalServiceClient) Console(ctx context.Context) *connect.BidiStreamForClient[computev1.ConsoleRequest, computev1.ConsoleResponse] {
+	return c.console.CallBidiStream(ctx)
+}
+
 // MetalServiceHandler is an implementation of the compute.v1.MetalService service.
 type MetalServiceHandler interface {
 	Enroll(context.Context, *connect.Request[computev1.EnrollMachineRequest]) (*connect.Response[computev1.EnrollMachineResponse], error)
@@ -507,6 +649,20 @@ type MetalServiceHandler interface {
 	// Boots the ramdisk agent once and records the hardware that it reports.
 	Inspect(context.Context, *connect.Request[computev1.InspectRequest]) (*connect.Response[computev1.InspectResponse], error)
 	Deploy(context.Context, *connect.Request[computev1.DeployRequest]) (*connect.Response[computev1.DeployResponse], error)
+	// One operation of the machine's BMC driver. A query is answered; anything
+	// else answers the id of its command. compute:metal:read serves queries alone.
+	Operate(context.Context, *connect.Request[computev1.OperateRequest]) (*connect.Response[computev1.OperateResponse], error)
+	GetCommand(context.Context, *connect.Request[computev1.GetCommandRequest]) (*connect.Response[computev1.GetCommandResponse], error)
+	// A new password for the BMC's account, made by the gateway and kept pending
+	// until a login with it has proved it.
+	RotateCredentials(context.Context, *connect.Request[computev1.RotateCredentialsRequest]) (*connect.Response[computev1.RotateCredentialsResponse], error)
+	// Another address, credential, pin or driver for the machine's BMC, or
+	// another protection.
+	RebindBmc(context.Context, *connect.Request[computev1.RebindBmcRequest]) (*connect.Response[computev1.RebindBmcResponse], error)
+	// A person says that a machine without a BMC has been switched.
+	ConfirmPower(context.Context, *connect.Request[computev1.ConfirmPowerRequest]) (*connect.Response[computev1.ConfirmPowerResponse], error)
+	// The machine's serial console; the first request opens it.
+	Console(context.Context, *connect.BidiStream[computev1.ConsoleRequest, computev1.ConsoleResponse]) error
 }
 
 // NewMetalServiceHandler builds an HTTP handler from the service implementation. It returns the
@@ -564,6 +720,42 @@ func NewMetalServiceHandler(svc MetalServiceHandler, opts ...connect.HandlerOpti
 		connect.WithSchema(metalServiceMethods.ByName("Deploy")),
 		connect.WithHandlerOptions(opts...),
 	)
+	metalServiceOperateHandler := connect.NewUnaryHandler(
+		MetalServiceOperateProcedure,
+		svc.Operate,
+		connect.WithSchema(metalServiceMethods.ByName("Operate")),
+		connect.WithHandlerOptions(opts...),
+	)
+	metalServiceGetCommandHandler := connect.NewUnaryHandler(
+		MetalServiceGetCommandProcedure,
+		svc.GetCommand,
+		connect.WithSchema(metalServiceMethods.ByName("GetCommand")),
+		connect.WithHandlerOptions(opts...),
+	)
+	metalServiceRotateCredentialsHandler := connect.NewUnaryHandler(
+		MetalServiceRotateCredentialsProcedure,
+		svc.RotateCredentials,
+		connect.WithSchema(metalServiceMethods.ByName("RotateCredentials")),
+		connect.WithHandlerOptions(opts...),
+	)
+	metalServiceRebindBmcHandler := connect.NewUnaryHandler(
+		MetalServiceRebindBmcProcedure,
+		svc.RebindBmc,
+		connect.WithSchema(metalServiceMethods.ByName("RebindBmc")),
+		connect.WithHandlerOptions(opts...),
+	)
+	metalServiceConfirmPowerHandler := connect.NewUnaryHandler(
+		MetalServiceConfirmPowerProcedure,
+		svc.ConfirmPower,
+		connect.WithSchema(metalServiceMethods.ByName("ConfirmPower")),
+		connect.WithHandlerOptions(opts...),
+	)
+	metalServiceConsoleHandler := connect.NewBidiStreamHandler(
+		MetalServiceConsoleProcedure,
+		svc.Console,
+		connect.WithSchema(metalServiceMethods.ByName("Console")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/compute.v1.MetalService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case MetalServiceEnrollProcedure:
@@ -582,6 +774,18 @@ func NewMetalServiceHandler(svc MetalServiceHandler, opts ...connect.HandlerOpti
 			metalServiceInspectHandler.ServeHTTP(w, r)
 		case MetalServiceDeployProcedure:
 			metalServiceDeployHandler.ServeHTTP(w, r)
+		case MetalServiceOperateProcedure:
+			metalServiceOperateHandler.ServeHTTP(w, r)
+		case MetalServiceGetCommandProcedure:
+			metalServiceGetCommandHandler.ServeHTTP(w, r)
+		case MetalServiceRotateCredentialsProcedure:
+			metalServiceRotateCredentialsHandler.ServeHTTP(w, r)
+		case MetalServiceRebindBmcProcedure:
+			metalServiceRebindBmcHandler.ServeHTTP(w, r)
+		case MetalServiceConfirmPowerProcedure:
+			metalServiceConfirmPowerHandler.ServeHTTP(w, r)
+		case MetalServiceConsoleProcedure:
+			metalServiceConsoleHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -621,6 +825,182 @@ func (UnimplementedMetalServiceHandler) Inspect(context.Context, *connect.Reques
 
 func (UnimplementedMetalServiceHandler) Deploy(context.Context, *connect.Request[computev1.DeployRequest]) (*connect.Response[computev1.DeployResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.MetalService.Deploy is not implemented"))
+}
+
+func (UnimplementedMetalServiceHandler) Operate(context.Context, *connect.Request[computev1.OperateRequest]) (*connect.Response[computev1.OperateResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.MetalService.Operate is not implemented"))
+}
+
+func (UnimplementedMetalServiceHandler) GetCommand(context.Context, *connect.Request[computev1.GetCommandRequest]) (*connect.Response[computev1.GetCommandResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.MetalService.GetCommand is not implemented"))
+}
+
+func (UnimplementedMetalServiceHandler) RotateCredentials(context.Context, *connect.Request[computev1.RotateCredentialsRequest]) (*connect.Response[computev1.RotateCredentialsResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.MetalService.RotateCredentials is not implemented"))
+}
+
+func (UnimplementedMetalServiceHandler) RebindBmc(context.Context, *connect.Request[computev1.RebindBmcRequest]) (*connect.Response[computev1.RebindBmcResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.MetalService.RebindBmc is not implemented"))
+}
+
+func (UnimplementedMetalServiceHandler) ConfirmPower(context.Context, *connect.Request[computev1.ConfirmPowerRequest]) (*connect.Response[computev1.ConfirmPowerResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.MetalService.ConfirmPower is not implemented"))
+}
+
+func (UnimplementedMetalServiceHandler) Console(context.Context, *connect.BidiStream[computev1.ConsoleRequest, computev1.ConsoleResponse]) error {
+	return connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.MetalService.Console is not implemented"))
+}
+
+// GrantServiceClient is a client for the compute.v1.GrantService service.
+type GrantServiceClient interface {
+	// Writes down what people are asked to approve.
+	Propose(context.Context, *connect.Request[computev1.ProposeGrantRequest]) (*connect.Response[computev1.ProposeGrantResponse], error)
+	Get(context.Context, *connect.Request[computev1.GetGrantRequest]) (*connect.Response[computev1.GetGrantResponse], error)
+	List(context.Context, *connect.Request[computev1.ListGrantsRequest]) (*connect.Response[computev1.ListGrantsResponse], error)
+	// Adds an approver's signature.
+	Approve(context.Context, *connect.Request[computev1.ApproveGrantRequest]) (*connect.Response[computev1.ApproveGrantResponse], error)
+}
+
+// NewGrantServiceClient constructs a client for the compute.v1.GrantService service. By default, it
+// uses the Connect protocol with the binary Protobuf Codec, asks for gzipped responses, and sends
+// uncompressed requests. To use the gRPC or gRPC-Web protocols, supply the connect.WithGRPC() or
+// connect.WithGRPCWeb() options.
+//
+// The URL supplied here should be the base URL for the Connect or gRPC server (for example,
+// http://api.acme.com or https://acme.com/grpc).
+func NewGrantServiceClient(httpClient connect.HTTPClient, baseURL string, opts ...connect.ClientOption) GrantServiceClient {
+	baseURL = strings.TrimRight(baseURL, "/")
+	grantServiceMethods := computev1.File_appliance_api_computev1_compute_proto.Services().ByName("GrantService").Methods()
+	return &grantServiceClient{
+		propose: connect.NewClient[computev1.ProposeGrantRequest, computev1.ProposeGrantResponse](
+			httpClient,
+			baseURL+GrantServiceProposeProcedure,
+			connect.WithSchema(grantServiceMethods.ByName("Propose")),
+			connect.WithClientOptions(opts...),
+		),
+		get: connect.NewClient[computev1.GetGrantRequest, computev1.GetGrantResponse](
+			httpClient,
+			baseURL+GrantServiceGetProcedure,
+			connect.WithSchema(grantServiceMethods.ByName("Get")),
+			connect.WithClientOptions(opts...),
+		),
+		list: connect.NewClient[computev1.ListGrantsRequest, computev1.ListGrantsResponse](
+			httpClient,
+			baseURL+GrantServiceListProcedure,
+			connect.WithSchema(grantServiceMethods.ByName("List")),
+			connect.WithClientOptions(opts...),
+		),
+		approve: connect.NewClient[computev1.ApproveGrantRequest, computev1.ApproveGrantResponse](
+			httpClient,
+			baseURL+GrantServiceApproveProcedure,
+			connect.WithSchema(grantServiceMethods.ByName("Approve")),
+			connect.WithClientOptions(opts...),
+		),
+	}
+}
+
+// grantServiceClient implements GrantServiceClient.
+type grantServiceClient struct {
+	propose *connect.Client[computev1.ProposeGrantRequest, computev1.ProposeGrantResponse]
+	get     *connect.Client[computev1.GetGrantRequest, computev1.GetGrantResponse]
+	list    *connect.Client[computev1.ListGrantsRequest, computev1.ListGrantsResponse]
+	approve *connect.Client[computev1.ApproveGrantRequest, computev1.ApproveGrantResponse]
+}
+
+// Propose calls compute.v1.GrantService.Propose.
+func (c *grantServiceClient) Propose(ctx context.Context, req *connect.Request[computev1.ProposeGrantRequest]) (*connect.Response[computev1.ProposeGrantResponse], error) {
+	return c.propose.CallUnary(ctx, req)
+}
+
+// Get calls compute.v1.GrantService.Get.
+func (c *grantServiceClient) Get(ctx context.Context, req *connect.Request[computev1.GetGrantRequest]) (*connect.Response[computev1.GetGrantResponse], error) {
+	return c.get.CallUnary(ctx, req)
+}
+
+// List calls compute.v1.GrantService.List.
+func (c *grantServiceClient) List(ctx context.Context, req *connect.Request[computev1.ListGrantsRequest]) (*connect.Response[computev1.ListGrantsResponse], error) {
+	return c.list.CallUnary(ctx, req)
+}
+
+// Approve calls compute.v1.GrantService.Approve.
+func (c *grantServiceClient) Approve(ctx context.Context, req *connect.Request[computev1.ApproveGrantRequest]) (*connect.Response[computev1.ApproveGrantResponse], error) {
+	return c.approve.CallUnary(ctx, req)
+}
+
+// GrantServiceHandler is an implementation of the compute.v1.GrantService service.
+type GrantServiceHandler interface {
+	// Writes down what people are asked to approve.
+	Propose(context.Context, *connect.Request[computev1.ProposeGrantRequest]) (*connect.Response[computev1.ProposeGrantResponse], error)
+	Get(context.Context, *connect.Request[computev1.GetGrantRequest]) (*connect.Response[computev1.GetGrantResponse], error)
+	List(context.Context, *connect.Request[computev1.ListGrantsRequest]) (*connect.Response[computev1.ListGrantsResponse], error)
+	// Adds an approver's signature.
+	Approve(context.Context, *connect.Request[computev1.ApproveGrantRequest]) (*connect.Response[computev1.ApproveGrantResponse], error)
+}
+
+// NewGrantServiceHandler builds an HTTP handler from the service implementation. It returns the
+// path on which to mount the handler and the handler itself.
+//
+// By default, handlers support the Connect, gRPC, and gRPC-Web protocols with the binary Protobuf
+// and JSON codecs. They also support gzip compression.
+func NewGrantServiceHandler(svc GrantServiceHandler, opts ...connect.HandlerOption) (string, http.Handler) {
+	grantServiceMethods := computev1.File_appliance_api_computev1_compute_proto.Services().ByName("GrantService").Methods()
+	grantServiceProposeHandler := connect.NewUnaryHandler(
+		GrantServiceProposeProcedure,
+		svc.Propose,
+		connect.WithSchema(grantServiceMethods.ByName("Propose")),
+		connect.WithHandlerOptions(opts...),
+	)
+	grantServiceGetHandler := connect.NewUnaryHandler(
+		GrantServiceGetProcedure,
+		svc.Get,
+		connect.WithSchema(grantServiceMethods.ByName("Get")),
+		connect.WithHandlerOptions(opts...),
+	)
+	grantServiceListHandler := connect.NewUnaryHandler(
+		GrantServiceListProcedure,
+		svc.List,
+		connect.WithSchema(grantServiceMethods.ByName("List")),
+		connect.WithHandlerOptions(opts...),
+	)
+	grantServiceApproveHandler := connect.NewUnaryHandler(
+		GrantServiceApproveProcedure,
+		svc.Approve,
+		connect.WithSchema(grantServiceMethods.ByName("Approve")),
+		connect.WithHandlerOptions(opts...),
+	)
+	return "/compute.v1.GrantService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
+		switch r.URL.Path {
+		case GrantServiceProposeProcedure:
+			grantServiceProposeHandler.ServeHTTP(w, r)
+		case GrantServiceGetProcedure:
+			grantServiceGetHandler.ServeHTTP(w, r)
+		case GrantServiceListProcedure:
+			grantServiceListHandler.ServeHTTP(w, r)
+		case GrantServiceApproveProcedure:
+			grantServiceApproveHandler.ServeHTTP(w, r)
+		default:
+			http.NotFound(w, r)
+		}
+	})
+}
+
+// UnimplementedGrantServiceHandler returns CodeUnimplemented from all methods.
+type UnimplementedGrantServiceHandler struct{}
+
+func (UnimplementedGrantServiceHandler) Propose(context.Context, *connect.Request[computev1.ProposeGrantRequest]) (*connect.Response[computev1.ProposeGrantResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.GrantService.Propose is not implemented"))
+}
+
+func (UnimplementedGrantServiceHandler) Get(context.Context, *connect.Request[computev1.GetGrantRequest]) (*connect.Response[computev1.GetGrantResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.GrantService.Get is not implemented"))
+}
+
+func (UnimplementedGrantServiceHandler) List(context.Context, *connect.Request[computev1.ListGrantsRequest]) (*connect.Response[computev1.ListGrantsResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.GrantService.List is not implemented"))
+}
+
+func (UnimplementedGrantServiceHandler) Approve(context.Context, *connect.Request[computev1.ApproveGrantRequest]) (*connect.Response[computev1.ApproveGrantResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.GrantService.Approve is not implemented"))
 }
 
 // WorkflowServiceClient is a client for the compute.v1.WorkflowService service.

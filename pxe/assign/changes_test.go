@@ -1,0 +1,107 @@
+package assign
+
+import (
+	"path/filepath"
+	"slices"
+	"strings"
+	"testing"
+
+	"google.golang.org/protobuf/proto"
+
+	"github.com/better-compute/site-appliance/pxe/pxev1"
+)
+
+func local(id string, macs ...string) *pxev1.Machine {
+	return &pxev1.Machine{MachineId: id, Macs: macs, Action: pxev1.Action_ACTION_LOCAL_DISK}
+}
+
+func with(m *pxev1.Machine, edit func(*pxev1.Machine)) *pxev1.Machine {
+	edit(m)
+	return m
+}
+
+const (
+	mac1 = "52:54:00:00:00:01"
+	mac2 = "52:54:00:00:00:02"
+	mac3 = "52:54:00:00:00:03"
+)
+
+func TestChanges(t *testing.T) {
+	protect := func(m *pxev1.Machine) { m.Protected = true }
+	present := []*pxev1.Machine{local("a", mac1), ramdisk("b", mac2), with(local("p", mac3), protect)}
+	for name, tt := range map[string]struct {
+		next      []*pxev1.Machine
+		want      []string
+		protected bool
+	}{
+		"nothing":                        {present, nil, false},
+		"back to the disk":               {[]*pxev1.Machine{local("a", mac1), local("b", mac2), local("p", mac3)}, nil, false},
+		"a disk to the ramdisk":          {[]*pxev1.Machine{ramdisk("a", mac1), ramdisk("b", mac2), local("p", mac3)}, []string{"a"}, false},
+		"another window":                 {[]*pxev1.Machine{local("a", mac1), with(ramdisk("b", mac2), func(m *pxev1.Machine) { m.WindowId = "w2" }), local("p", mac3)}, []string{"b"}, false},
+		"another artifact":               {[]*pxev1.Machine{local("a", mac1), with(ramdisk("b", mac2), func(m *pxev1.Machine) { m.Artifacts = nil }), local("p", mac3)}, []string{"b"}, false},
+		"a protected one to the ramdisk": {[]*pxev1.Machine{local("a", mac1), ramdisk("b", mac2), ramdisk("p", mac3)}, []string{"p"}, true},
+		"protected in the same command":  {[]*pxev1.Machine{with(ramdisk("a", mac1), protect), ramdisk("b", mac2), local("p", mac3)}, []string{"a"}, true},
+		"another name":                   {[]*pxev1.Machine{with(local("a", mac1), func(m *pxev1.Machine) { m.Name = "x" }), with(ramdisk("b", mac2), func(m *pxev1.Machine) { m.Name = "x" }), local("p", mac3)}, nil, false},
+		"a new one at its disk":          {append(slices.Clone(present), local("n", "52:54:00:00:00:09")), nil, false},
+		"a new one":                      {append(slices.Clone(present), ramdisk("n", "52:54:00:00:00:09")), []string{"n"}, false},
+		"one left out":                   {present[1:], []string{"a"}, false},
+		"a protected one left out":       {present[:2], []string{"p"}, true},
+		"all left out":                   {nil, []string{"a", "b", "p"}, true},
+		"a MAC under another's ramdisk":  {[]*pxev1.Machine{local("a", "52:54:00:00:00:09"), ramdisk("b", mac2, mac1), local("p", mac3)}, []string{"a", "b"}, false},
+		"a protected MAC under another":  {[]*pxev1.Machine{local("a", mac1), ramdisk("b", mac2, mac3)}, []string{"b", "p"}, true},
+		"a MAC moved at the disk":        {[]*pxev1.Machine{local("a", mac1, mac3), ramdisk("b", mac2)}, []string{"p"}, true},
+		"a MAC taken away":               {[]*pxev1.Machine{local("a", "52:54:00:00:00:09"), ramdisk("b", mac2), local("p", mac3)}, []string{"a"}, false},
+		"under another id":               {[]*pxev1.Machine{local("a", mac1), ramdisk("b2", mac2), local("p", mac3)}, []string{"b", "b2"}, false},
+	} {
+		got := changes(request(1, present...), request(2, tt.next...))
+		if !slices.Equal(got.Machines, tt.want) || got.Protected != tt.protected {
+			t.Errorf("%s: changes = %v, protected %v, want %v, %v", name, got.Machines, got.Protected, tt.want, tt.protected)
+		}
+	}
+	got := changes(request(1), request(2, ramdisk("a", mac1), local("l", mac2)))
+	if want := []string{strings.Repeat("ab", 32)}; !slices.Equal(got.Artifacts, want) {
+		t.Errorf("artifacts = %v, want %v", got.Artifacts, want)
+	}
+}
+
+// TestProtectedStays: a snapshot that forgets a protection does not take it away.
+func TestProtectedStays(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "assign")
+	s, err := Open(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	apply := func(version uint64, protected bool, unprotect ...string) {
+		t.Helper()
+		req := request(version, with(local("a", mac1), func(m *pxev1.Machine) { m.Protected = protected }))
+		before := proto.CloneOf(req)
+		for range 2 { // a repeat is the same
+			if v, err := s.Apply(req, unprotect...); err != nil || v != version {
+				t.Fatalf("Apply(%d) = %d, %v", version, v, err)
+			}
+		}
+		if !proto.Equal(req, before) {
+			t.Error("Apply changed its argument")
+		}
+	}
+	want := func(what string, protected bool) {
+		t.Helper()
+		again, err := Open(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if s.Protected("a") != protected || again.Protected("a") != protected {
+			t.Errorf("%s: protected = %v, on disk %v, want %v", what, s.Protected("a"), again.Protected("a"), protected)
+		}
+	}
+	apply(1, false)
+	want("as enrolled", false)
+	apply(2, true)
+	want("protected", true)
+	apply(3, false)
+	want("forgotten", true)
+	apply(4, false, "b")
+	want("another is let go", true)
+	apply(5, false, "a")
+	want("let go", false)
+}
