@@ -81,7 +81,9 @@ func main() {
 }
 
 func run(ctx context.Context, args []string, out, log io.Writer) error {
-	if name := os.Getenv(hostVariable); name != "" {
+	if name := os.Getenv(hostVariable); name == fleetPeer {
+		return beFleetPeer(ctx, out)
+	} else if name != "" {
 		return beHost(ctx, name, out)
 	}
 	flags := flag.NewFlagSet("bench", flag.ContinueOnError)
@@ -101,7 +103,7 @@ func run(ctx context.Context, args []string, out, log io.Writer) error {
 	if err := os.MkdirAll(s.dir, 0o755); err != nil {
 		return err
 	}
-	rows, err := measure(ctx, []suite{streamSuite, sessionSuite, bcxSuite}, *only, s)
+	rows, err := measure(ctx, []suite{streamSuite, sessionSuite, bcxSuite, fleetSuite}, *only, s)
 	if err != nil {
 		return err
 	}

@@ -1,7 +1,8 @@
-// Command spec holds the map of the driver specification, plugins/SPEC.md,
-// against the tests: each that a row names must exist and, once the suite has
-// run, have passed. With SPEC_TEXT naming the specification's file it also wants
-// every line of it in a row, or in the list of lines that state nothing to build.
+// Command spec holds the maps of the driver specification, plugins/SPEC.md and
+// bmc/SPEC.md, against the tests: each that a row names must exist and, once the
+// suite has run, have passed. With SPEC_TEXT naming the specification's file it
+// also wants every line of it in a row of one of them, or in a list of lines that
+// state nothing to build.
 package main
 
 import (
@@ -22,8 +23,9 @@ import (
 	"strings"
 )
 
+var mapFiles = []string{"plugins/SPEC.md", "bmc/SPEC.md"}
+
 const (
-	mapFile        = "plugins/SPEC.md"
 	resultsFile    = "out/test.json"
 	knownSkipsFile = "scripts/testrun/known-skips.txt"
 )
@@ -52,15 +54,11 @@ func main() {
 	}
 }
 
-// run checks the map of the checkout in dir, and prints what is wrong with it.
+// run checks the maps of the checkout in dir, and prints what is wrong with them.
 func run(dir, specText string, out io.Writer) error {
-	text, err := os.ReadFile(filepath.Join(dir, mapFile))
+	rows, exempts, err := readMaps(dir)
 	if err != nil {
-		return fmt.Errorf("run from the top of the checkout: %w", err)
-	}
-	rows, exempts, err := parse(string(text))
-	if err != nil {
-		return fmt.Errorf("%s: %w", mapFile, err)
+		return err
 	}
 	wrong, tests := existing(dir, rows)
 	results, err := readResults(filepath.Join(dir, resultsFile))
@@ -104,7 +102,30 @@ var (
 	testForm     = regexp.MustCompile(`^[a-z0-9_/.-]+\.(Test|Fuzz|Example)[A-Za-z0-9_]*(/[^ ,]+)?$`)
 )
 
-// parse reads the tables of the map. Other text is for people.
+// readMaps joins the maps' tables. A row's id stands in one of them only.
+func readMaps(dir string) (rows []row, exempts []exempt, err error) {
+	where := map[string]string{}
+	for _, name := range mapFiles {
+		text, err := os.ReadFile(filepath.Join(dir, name))
+		if err != nil {
+			return nil, nil, fmt.Errorf("run from the top of the checkout: %w", err)
+		}
+		r, e, err := parse(string(text))
+		if err != nil {
+			return nil, nil, fmt.Errorf("%s: %w", name, err)
+		}
+		for _, row := range r {
+			if where[row.id] != "" {
+				return nil, nil, fmt.Errorf("%s: line %d: %s is in %s too", name, row.at, row.id, where[row.id])
+			}
+			where[row.id] = name
+		}
+		rows, exempts = append(rows, r...), append(exempts, e...)
+	}
+	return rows, exempts, nil
+}
+
+// parse reads the tables of a map. Other text is for people.
 func parse(text string) (rows []row, exempts []exempt, err error) {
 	var header []string
 	seen := map[string]bool{}
@@ -180,8 +201,11 @@ func cells(line string) ([]string, bool) {
 	return parts, true
 }
 
-// spans reads "1, 3-5".
+// spans reads "1, 3-5". A behaviour that the specification does not ask for has "-".
 func spans(text string) ([]span, error) {
+	if text == "-" {
+		return nil, nil
+	}
 	var s []span
 	for part := range strings.SplitSeq(text, ",") {
 		from, to, both := strings.Cut(strings.TrimSpace(part), "-")

@@ -23,12 +23,20 @@ const good = `# A map
 | 6 | a heading |
 `
 
-// tree makes a checkout with a map, tests and, unless it is "", results.
+// second is a map of behaviours that the specification does not ask for.
+const second = `# Another map
+
+| id | behaviour | lines | tests |
+| --- | --- | --- | --- |
+| MORE-1 | d | - | c.FuzzThree |
+`
+
+// tree makes a checkout with two maps, tests and, unless it is "", results.
 func tree(t *testing.T, spec, results string) string {
 	t.Helper()
 	dir := t.TempDir()
 	for path, text := range map[string]string{
-		mapFile: spec, resultsFile: results,
+		mapFiles[0]: spec, mapFiles[1]: second, resultsFile: results,
 		knownSkipsFile:  "# c: x\ngithub.com/better-compute/site-appliance/a/b.TestTwo/sub: needs a moon\n",
 		"a/b/x_test.go": "package b\nimport \"testing\"\nfunc TestOne(t *testing.T) {}\nfunc TestTwo(t *testing.T) {}\n",
 		"c/x_test.go":   "package c\nimport \"testing\"\nfunc FuzzThree(f *testing.F) {}\ntype x struct{}\nfunc (x) TestMethod() {}\n",
@@ -110,8 +118,11 @@ func TestRun(t *testing.T) {
 		}
 	}
 	for name, f := range map[string]func() error{
-		"no map":      func() error { return run(t.TempDir(), "", &bytes.Buffer{}) },
-		"no text":     func() error { return run(tree(t, good, passed), "/nowhere", &bytes.Buffer{}) },
+		"no map":  func() error { return run(t.TempDir(), "", &bytes.Buffer{}) },
+		"no text": func() error { return run(tree(t, good, passed), "/nowhere", &bytes.Buffer{}) },
+		"an id in two maps": func() error {
+			return run(tree(t, strings.ReplaceAll(good, "DECL-2", "MORE-1"), passed), "", &bytes.Buffer{})
+		},
 		"bad results": func() error { return run(tree(t, good, "{"), "", &bytes.Buffer{}) },
 	} {
 		if f() == nil {
