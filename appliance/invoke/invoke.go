@@ -162,16 +162,19 @@ func counts(r invocation.Request) bool {
 var always = []string{"firmware.update", "raid.applyLayout", "deploy.deploy"}
 
 // touches says what a destructive invocation touches: the machine that it is for,
-// every BMC that it names, and where it names none its configuration, whatever that
+// the one that the agent is, every BMC that it names, and where it names none its configuration, whatever that
 // leads to. A machine's id is only what its sender says.
 func (i *invoker) touches(r invocation.Request, op *dispatch.Operation) {
-	machine := r.TargetNodeID
-	if machine == "" && i.options.MachineID != nil {
-		machine = i.options.MachineID()
+	machines := []string{r.TargetNodeID}
+	if i.options.MachineID != nil {
+		// Whatever it says, it happens here: a grant for another machine is none.
+		machines = append(machines, i.options.MachineID())
 	}
-	if machine != "" {
-		op.Targets = append(op.Targets, grants.Machine(machine))
-		op.Always = i.options.Protected != nil && i.options.Protected(machine)
+	for n, machine := range machines {
+		if machine != "" && !slices.Contains(machines[:n], machine) {
+			op.Targets = append(op.Targets, grants.Machine(machine))
+			op.Always = op.Always || i.options.Protected != nil && i.options.Protected(machine)
+		}
 	}
 	named := i.named(r)
 	for _, address := range named {
@@ -434,16 +437,13 @@ func (u use) deliver(ctx context.Context, c dispatch.Call) (map[string]secret.Va
 	if u.login == "" {
 		return out, nil
 	}
-	var login struct {
-		Username string `json:"username"`
-		Password string `json:"password"`
-	}
-	if err := json.Unmarshal(values[u.login].Reveal(), &login); err != nil || login.Username == "" || login.Password == "" {
+	username, password, ok := secret.Login(values[u.login])
+	if !ok || username.Empty() || password.Empty() {
 		if slices.Contains(u.marked, u.login) {
 			return out, nil // a secret of another form, which the driver resolves by its reference
 		}
 		return nil, errs.New(errs.CredentialsUnavailable, "%s is no JSON object with username and password", u.login)
 	}
-	out["username"], out["password"] = secret.New([]byte(login.Username)), secret.New([]byte(login.Password))
+	out["username"], out["password"] = username, password
 	return out, nil
 }

@@ -445,18 +445,24 @@ func TestTargets(t *testing.T) {
 			t.Fatal(err)
 		}
 	}
-	k := invoke.New(invoke.Options{Host: newFake(), Book: book, MachineID: func() string { return "node_self" }, Protected: func(id string) bool { return id == "node_p" }})
+	options := invoke.Options{Host: newFake(), Book: book, Protected: func(id string) bool { return id == "node_p" }}
+	site := invoke.New(options)
+	options.MachineID = func() string { return "node_self" }
+	node := invoke.New(options)
 	digest := strings.Repeat("ab", 32)
 	for name, tt := range map[string]struct {
 		edit      func(r *invocation.Request)
 		want      []string
 		always    bool
 		artifacts []string
+		node      bool // the agent is a machine
 	}{
-		"address": {edit: func(r *invocation.Request) {}, want: []string{"machine:node_1", "bmc:10.0.0.5:443"}},
+		"another machine than itself": {edit: func(r *invocation.Request) {}, want: []string{"machine:node_1", "machine:node_self", "bmc:10.0.0.5:443"}, node: true},
+		"address":                     {edit: func(r *invocation.Request) {}, want: []string{"machine:node_1", "bmc:10.0.0.5:443"}},
 		"address as a URL": {edit: func(r *invocation.Request) { r.Config = json.RawMessage(`{"address":"https://10.0.0.5/redfish/v1?x"}`) },
 			want: []string{"machine:node_1", "bmc:10.0.0.5:443"}},
-		"the machine itself": {edit: func(r *invocation.Request) { r.TargetNodeID = "" }, want: []string{"machine:node_self", "bmc:10.0.0.5:443"}},
+		"the machine itself": {edit: func(r *invocation.Request) { r.TargetNodeID = "" }, want: []string{"machine:node_self", "bmc:10.0.0.5:443"}, node: true},
+		"itself by its name": {edit: func(r *invocation.Request) { r.TargetNodeID = "node_self" }, want: []string{"machine:node_self", "bmc:10.0.0.5:443"}, node: true},
 		"a known BMC elsewhere": {edit: func(r *invocation.Request) {
 			r.Config = json.RawMessage(`{"address":"10.0.0.5","mirror":"https://10.0.0.7:623/x"}`)
 		},
@@ -474,7 +480,10 @@ func TestTargets(t *testing.T) {
 		}, want: []string{"machine:node_1", "bmc:10.0.0.5:443"}, always: true, artifacts: []string{digest}},
 		"a layout": {edit: func(r *invocation.Request) { r.Concern, r.Operation = "raid", "applyLayout" }, want: []string{"machine:node_1", "bmc:10.0.0.5:443"}, always: true},
 	} {
-		c := get()
+		c, k := get(), site
+		if tt.node {
+			k = node
+		}
 		c.request.Operation, c.request.Args = "setPower", json.RawMessage(`["off"]`)
 		tt.edit(&c.request)
 		c.payload.TargetNodeId = c.request.TargetNodeID

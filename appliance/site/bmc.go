@@ -2,6 +2,8 @@ package site
 
 import (
 	"context"
+	"io"
+	"net/netip"
 	"path/filepath"
 	"slices"
 	"time"
@@ -10,8 +12,11 @@ import (
 
 	"github.com/better-compute/site-appliance/appliance/agent/dispatch"
 	"github.com/better-compute/site-appliance/appliance/agent/envelope"
+	"github.com/better-compute/site-appliance/appliance/agent/grants"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/appliance/site/config"
+	"github.com/better-compute/site-appliance/appliance/site/httpproxy"
+	"github.com/better-compute/site-appliance/bmc/addressbook"
 	"github.com/better-compute/site-appliance/bmc/bmcv1"
 	"github.com/better-compute/site-appliance/bmc/manual"
 	"github.com/better-compute/site-appliance/bmc/redfish"
@@ -25,9 +30,11 @@ const logOutWithin = 10 * time.Second
 
 // builtIn makes the drivers that need no plugin, the desk where people confirm
 // what driver manual asked of them, and what logs out of every BMC.
-func (s *site) builtIn(cfg *config.Site) (own []*driver.Definition, desk *manual.Desk, logOut func(), err error) {
+func (s *site) builtIn(cfg *config.Site, book *addressbook.Book) (own []*driver.Definition, desk *manual.Desk, logOut func(), err error) {
 	log := s.Log.With("part", "drivers")
-	overRedfish, end, err := redfish.New(redfish.Options{Roots: s.authorities(cfg), Legacy: legacyBMCs(cfg), Spool: s.StateDir, Log: log})
+	overRedfish, end, err := redfish.New(redfish.Options{
+		Roots: s.authorities(cfg), Legacy: legacyBMCs(cfg), Spool: s.StateDir, Own: s.ownImage, Refuse: noImageFrom(book), Log: log,
+	})
 	if err != nil {
 		return nil, nil, nil, err
 	}
@@ -76,6 +83,32 @@ func BMCKinds(r *relay.Relay) []dispatch.Kind {
 	return kinds
 }
 
+// ownImage opens a firmware image that the box itself offers at a URL.
+func (s *site) ownImage(ctx context.Context, url string) (io.ReadCloser, error) {
+	if s.media == nil {
+		return nil, nil
+	}
+	return s.media.Own(ctx, url)
+}
+
+// noImageFrom says why no firmware image is fetched from an address: a URL is
+// anybody's word, and the box reaches what others do not.
+func noImageFrom(book *addressbook.Book) func(netip.Addr) string {
+	return func(a netip.Addr) string {
+		own, err := httpproxy.OwnAddrs()
+		if err != nil {
+			return "cannot be told from the box's own"
+		}
+		if why := httpproxy.Refuse(a.Unmap(), own, nil); why != "" {
+			return why
+		}
+		if book.Has(a.Unmap().String()) {
+			return "is a BMC"
+		}
+		return ""
+	}
+}
+
 // decodeBMC reads an operation for a BMC; bmc.console's too.
 func decodeBMC(r *relay.Relay, kind string, args []byte) (dispatch.Operation, error) {
 	op := &bmcv1.BmcOperationRequest{}
@@ -92,7 +125,7 @@ func decodeBMC(r *relay.Relay, kind string, args []byte) (dispatch.Operation, er
 func operationOf(name string, o relay.Operation, value any) dispatch.Operation {
 	return dispatch.Operation{
 		Name: name, Key: o.Key, Destructive: o.Destructive, Counts: o.Counts, Always: o.Always, RetrySafe: o.RetrySafe,
-		Targets: []string{"bmc:" + o.Key}, Action: o.Action, Artifacts: slices.Clone(o.Artifacts), Value: value,
+		Targets: []string{grants.BMC(o.Key)}, Action: o.Action, Artifacts: slices.Clone(o.Artifacts), Value: value,
 	}
 }
 

@@ -52,7 +52,7 @@ func TestBMCLanes(t *testing.T) {
 // the command's place for it.
 func TestBuiltInDrivers(t *testing.T) {
 	s := &site{Config: Config{Log: slog.New(slog.DiscardHandler)}}
-	own, _, logOut, err := s.builtIn(&config.Site{})
+	own, _, logOut, err := s.builtIn(&config.Site{}, nil)
 	if err != nil {
 		t.Fatal(err)
 	}

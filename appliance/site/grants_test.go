@@ -501,7 +501,9 @@ func TestProtectedEndToEnd(t *testing.T) {
 		f.approve(g, 0)
 		f.approve(g, 1)
 	}
-	granted(&agentv1.GrantOperation{Kind: "bmc.bind", Operation: "bind"})
+	for range 2 { // one is left when it is to be let go, and is not for that
+		granted(&agentv1.GrantOperation{Kind: "bmc.bind", Operation: "bind", Action: "protect"})
+	}
 	code, message = bind(true)
 	f.want("protect with a grant", code, "", message)
 	f.on(0)
@@ -573,6 +575,7 @@ func TestGatewayDescribesAsTheBoxSees(t *testing.T) {
 		"bios":       {"bmc.bios", &request{Driver: "redfish", Address: "10.0.0.5", Operation: "bios.applySettings", ArgsJson: `[{"A":"B"}]`}},
 		"raid":       {"bmc.raid", &request{Driver: "redfish", Address: "10.0.0.5", Operation: "raid.applyLayout", ArgsJson: `[{"volumes":[]}]`}},
 		"rotate":     {"bmc.rotate", &request{Driver: "redfish", Address: "10.0.0.5", Operation: "credentials.rotate", ArgsJson: `[{"newPassword":"secret://default/next"}]`}},
+		"let go":     {"bmc.bind", &bmcv1.BmcBindRequest{Driver: "ipmi", Address: "10.0.0.5", CredentialsRef: fieldRef}},
 		"bind":       {"bmc.bind", &bmcv1.BmcBindRequest{Driver: "ipmi", Address: "10.0.0.5", CredentialsRef: fieldRef, Protected: true}},
 	} {
 		if r, ok := tt.args.(*request); ok && r.Driver != "manual" {

@@ -19,9 +19,6 @@ import (
 	"github.com/better-compute/site-appliance/bmc/relay"
 )
 
-// MediaPort is where a LAN's BMCs fetch media and firmware.
-const MediaPort = mediaserver.Port
-
 // mediaCA is the state event that holds the CA which BMCs need to verify the box.
 const mediaCA = "site.media_ca"
 
@@ -94,7 +91,7 @@ func (s *site) forBMCs() relay.Media {
 // serveMedia serves BMCs' media on one LAN.
 func (s *site) serveMedia(l lan) func(context.Context) error {
 	return func(ctx context.Context) error {
-		ln, err := bound.Listen(ctx, l.name, netip.AddrPortFrom(l.Address.Addr(), MediaPort))
+		ln, err := bound.Listen(ctx, l.name, netip.AddrPortFrom(l.Address.Addr(), mediaserver.Port))
 		if err != nil {
 			return err
 		}

@@ -126,7 +126,7 @@ func TestRedfishTrustsAsTheSiteSays(t *testing.T) {
 	power := func(cfg *config.Site, address, pin string) error {
 		t.Helper()
 		s := &site{Config: Config{Log: slog.New(slog.DiscardHandler)}}
-		own, _, logOut, err := s.builtIn(cfg)
+		own, _, logOut, err := s.builtIn(cfg, nil)
 		if err != nil {
 			t.Fatal(err)
 		}

@@ -130,7 +130,7 @@ func Run(ctx context.Context, c Config) error {
 	if s.media != nil {
 		defer s.media.Close()
 	}
-	own, desk, logOut, err := s.builtIn(cfg)
+	own, desk, logOut, err := s.builtIn(cfg, book)
 	if err != nil {
 		return err
 	}

@@ -272,41 +272,6 @@ func (b *Book) Rebind(addr, pin, credRef, driver string, protected bool) error {
 	return nil
 }
 
-// usualPort reports whether an address has one of the ports that Normalise gives to
-// those without: forwarded BMCs, of which one host has many, are at others.
-func usualPort(plain string) bool {
-	_, port, err := split(plain)
-	return err == nil && (port == "443" || port == "80" || port == "623")
-}
-
-// Protected reports whether the BMC at addr, an address in its plain form, is
-// one whose destruction always needs people's grants. An address that nobody knows
-// yet is what the others of its host are: it may be another port of the same BMC.
-// A host name may be another name of any, so where one is protected every name is.
-func (b *Book) Protected(addr string) bool {
-	b.mu.Lock()
-	defer b.mu.Unlock()
-	if IsName(addr) {
-		for _, e := range b.bindings {
-			if e.Protected && hostOf(e.Address) != "" {
-				return true
-			}
-		}
-		return false
-	}
-	if have, known := b.bindings[addr]; known {
-		return have.Protected
-	}
-	return b.protectedHost(addr)
-}
-
-// protectedHost reports whether any BMC at the host of addr is protected; the
-// caller holds mu.
-func (b *Book) protectedHost(addr string) bool {
-	host := hostOf(addr)
-	return host != "" && slices.ContainsFunc(b.at(host, ""), func(e binding) bool { return e.Protected })
-}
-
 // Forget takes back a binding whose first use never reached the BMC, unless
 // another use has relied on it meanwhile.
 func (b *Book) Forget(addr, driver string) error {

@@ -18,6 +18,29 @@ func IsName(plain string) bool {
 	return err != nil
 }
 
+// carrying are the networks in which an IPv6 address carries an IPv4 one:
+// compatible, NAT64, 6to4, Teredo.
+var carrying = []netip.Prefix{
+	netip.MustParsePrefix("::/96"), netip.MustParsePrefix("64:ff9b::/96"), netip.MustParsePrefix("64:ff9b:1::/48"),
+	netip.MustParsePrefix("2002::/16"), netip.MustParsePrefix("2001::/32"),
+}
+
+// elsewhere reports whether somebody on the way decides what an address in plain
+// form leads to.
+func elsewhere(plain string) bool {
+	if IsName(plain) {
+		return true
+	}
+	to, err := netip.ParseAddrPort(plain)
+	return err == nil && Translated(to.Addr())
+}
+
+// Translated reports whether an IPv6 address stands for an IPv4 one, which
+// something on the way may unwrap.
+func Translated(a netip.Addr) bool {
+	return a.Is6() && !a.IsLoopback() && slices.ContainsFunc(carrying, func(p netip.Prefix) bool { return p.Contains(a) })
+}
+
 // Named are the known BMCs that text may name, in plain form: it is read as Guard
 // reads it.
 func (b *Book) Named(text string) []string {

@@ -127,3 +127,29 @@ func TestProtectionReachesKnownPorts(t *testing.T) {
 		t.Errorf("Rebind() into a missing folder = %v, and the other port is protected: %v", err, gone.Protected("10.0.0.7:443"))
 	}
 }
+
+// TestTranslatedAddresses: an IPv6 address that is translated on the way is no way
+// round the protection of the IPv4 address in it.
+func TestTranslatedAddresses(t *testing.T) {
+	b, err := Open("")
+	if err != nil {
+		t.Fatal(err)
+	}
+	if b.Protected("[64:ff9b::a00:7]:443") {
+		t.Error("a translated address is protected where nothing is")
+	}
+	if err := b.Rebind("10.0.0.7", "", "secret://t/bmc", "ipmi", true); err != nil {
+		t.Fatal(err)
+	}
+	for address, want := range map[string]bool{
+		"[64:ff9b::a00:7]:623": true, "[::a00:7]:623": true, "[2002:a00:7::1]:443": true, "[2001:db8::7]:443": false, "10.0.0.8:443": false,
+	} {
+		plain, err := Normalise(address, "redfish")
+		if err != nil {
+			t.Fatal(err)
+		}
+		if got := b.Protected(plain); got != want {
+			t.Errorf("Protected(%s) = %v, want %v", plain, got, want)
+		}
+	}
+}

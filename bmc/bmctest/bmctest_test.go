@@ -149,7 +149,7 @@ func TestBootFlagsExpire(t *testing.T) {
 	c := newChassis(NewFake(), newOptions([]Option{Clock(func() time.Time { return now })}))
 	pxe := BootDevice{Device: "pxe", EFI: true}
 	c.setOverride(pxe, true)
-	now = now.Add(flagLife - time.Second)
+	now = now.Add(59 * time.Second)
 	if got, ok := c.current(); !ok || got != pxe {
 		t.Errorf("after 59 s: current() = %v, %v, want %v", got, ok, pxe)
 	}

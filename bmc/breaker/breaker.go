@@ -21,8 +21,8 @@ const (
 	trialLimit = 30 * time.Second
 )
 
-// Circuit is what is known of one BMC. The zero value is closed.
-type Circuit struct {
+// circuit is what is known of one BMC. The zero value is closed.
+type circuit struct {
 	// Silent counts the calls in a row that found nobody.
 	Silent int
 	// Open is how long the circuit stays open, from then until Until; zero: closed.
@@ -33,9 +33,9 @@ type Circuit struct {
 	Trial bool
 }
 
-// Admit says whether a call may go out now. wait is how long callers are kept
+// admit says whether a call may go out now. wait is how long callers are kept
 // off otherwise; zero where only a trial's end is waited for.
-func (c Circuit) Admit(now time.Time) (next Circuit, wait time.Duration, ok bool) {
+func (c circuit) admit(now time.Time) (next circuit, wait time.Duration, ok bool) {
 	switch {
 	case c.Open == 0:
 		return c, 0, true
@@ -57,11 +57,11 @@ const (
 	silent
 )
 
-// After is the circuit after a call that was admitted ended.
-func (c Circuit) After(v verdict, now time.Time) Circuit {
+// after is the circuit after a call that was admitted ended.
+func (c circuit) after(v verdict, now time.Time) circuit {
 	switch {
 	case v == answered:
-		return Circuit{}
+		return circuit{}
 	case v == nothing:
 		if c.Trial { // the next call is the trial
 			c.Trial, c.Until = false, now
@@ -100,13 +100,13 @@ type Breaker struct {
 	now func() time.Time
 
 	mu       sync.Mutex
-	circuits map[string]Circuit   // none: closed, and nobody was missed
+	circuits map[string]circuit   // none: closed, and nobody was missed
 	heard    map[string]time.Time // when each BMC answered last
 }
 
 // New makes a breaker; now is time.Now outside of tests.
 func New(now func() time.Time) *Breaker {
-	return &Breaker{now: now, circuits: map[string]Circuit{}, heard: map[string]time.Time{}}
+	return &Breaker{now: now, circuits: map[string]circuit{}, heard: map[string]time.Time{}}
 }
 
 // Ask admits a call to the BMC at address, or refuses it at once with
@@ -115,7 +115,7 @@ func (b *Breaker) Ask(address string) (report func(error), err error) {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	before := b.circuits[address]
-	c, wait, ok := before.Admit(b.now())
+	c, wait, ok := before.admit(b.now())
 	switch {
 	case !ok && wait > 0:
 		return nil, errs.Retry(errs.Unreachable, "not asked: %s did not answer %d times; next try in %s", address, before.Silent, wait.Round(time.Second))
@@ -127,7 +127,7 @@ func (b *Breaker) Ask(address string) (report func(error), err error) {
 		b.mu.Lock()
 		defer b.mu.Unlock()
 		v := judge(err)
-		b.keep(address, b.circuits[address].After(v, b.now()))
+		b.keep(address, b.circuits[address].after(v, b.now()))
 		switch v {
 		case answered:
 			b.heard[address] = b.now()
@@ -155,8 +155,8 @@ func (b *Breaker) Reset(address string) {
 }
 
 // keep forgets what says nothing; the caller holds mu.
-func (b *Breaker) keep(address string, c Circuit) {
-	if c == (Circuit{}) {
+func (b *Breaker) keep(address string, c circuit) {
+	if c == (circuit{}) {
 		delete(b.circuits, address)
 		return
 	}

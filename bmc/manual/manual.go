@@ -17,6 +17,7 @@ import (
 
 	"github.com/better-compute/site-appliance/appliance/base/atomicfile"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
+	"github.com/better-compute/site-appliance/bmc/release"
 	"github.com/better-compute/site-appliance/plugins/driver"
 	"github.com/better-compute/site-appliance/plugins/metal"
 )
@@ -236,7 +237,7 @@ func (m machine) SetPower(ctx *driver.Context, action metal.PowerAction) error {
 	}
 	d.asking[m.address] = a
 	d.mu.Unlock()
-	release(ctx)
+	release.Place(ctx)
 	until, _ := ctx.Deadline()
 	d.tell(Asked{Address: m.address, Machine: ctx.TargetNodeID, Action: action, Until: until})
 	ctx.Emit(driver.Progress{Phase: "asked", Message: fmt.Sprintf("a person is asked to switch %s: %s", m.address, action)})
@@ -257,18 +258,4 @@ func (m machine) SetPower(ctx *driver.Context, action metal.PowerAction) error {
 		return errs.Retry(errs.Timeout, "nobody confirmed %s of %s in time", action, m.address)
 	}
 	return ctx.Err()
-}
-
-type releaseKey struct{}
-
-// WithRelease lends f to a call: it is called once a person has been asked, so
-// that a wait of hours holds neither the machine's queue nor a slot of its lane.
-func WithRelease(ctx context.Context, f func()) context.Context {
-	return context.WithValue(ctx, releaseKey{}, f)
-}
-
-func release(ctx context.Context) {
-	if f, ok := ctx.Value(releaseKey{}).(func()); ok {
-		f()
-	}
 }

@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
+	"github.com/better-compute/site-appliance/bmc/release"
 	"github.com/better-compute/site-appliance/plugins/driver"
 	"github.com/better-compute/site-appliance/plugins/driver/drivertest"
 )
@@ -185,7 +186,7 @@ func TestTheDeadlineEndsTheAsking(t *testing.T) {
 func TestTheWaitIsReleased(t *testing.T) {
 	r := newRig(t, "")
 	released := make(chan struct{}, 4)
-	ctx := WithRelease(t.Context(), func() { released <- struct{}{} })
+	ctx := release.With(t.Context(), func() { released <- struct{}{} })
 	if _, err := r.invoke(ctx, "getPower", ""); err != nil {
 		t.Fatal(err)
 	}

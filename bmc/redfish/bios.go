@@ -153,7 +153,7 @@ func (b bios) check(s metal.Settings, known map[string]attribute) error {
 		a, registered := known[name]
 		switch {
 		case !has && !registered:
-			return errs.New(errs.InvalidArgs, "the BMC has no setting %q", name)
+			return errs.New(errs.InvalidArgs, "the BMC has no setting %q; bios.getSettings names them", name)
 		case registered && a.readOnly:
 			return errs.New(errs.InvalidArgs, "setting %q cannot be written", name)
 		case has && kind(shown) != kind(s[name]):

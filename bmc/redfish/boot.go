@@ -125,6 +125,9 @@ func (p *provider) setBoot(ctx context.Context, s *system, want metal.BootDevice
 		}
 	}
 	if err != nil {
+		if done != nil && done.lost != nil {
+			return done.lost
+		}
 		return err
 	}
 	if want.Persistent && want.Device != metal.DeviceNone && !now.Persistent {
@@ -138,8 +141,9 @@ func (p *provider) setBoot(ctx context.Context, s *system, want metal.BootDevice
 type bootPlan struct {
 	path   string
 	boot   map[string]any
-	once   bool // instead of persistent
-	noMode bool // the mode is not sent
+	once   bool  // instead of persistent
+	noMode bool  // the mode is not sent
+	lost   error // the answer was lost: what is read tells
 }
 
 // bootPlans are the ways to ask a BMC that shows s, the plainest first: with the
@@ -229,6 +233,9 @@ func (p *provider) tryPlans(ctx context.Context, s *system, plans []bootPlan) (d
 			switch {
 			case err == nil:
 				return &one, nil, nil
+			case errs.CodeOf(err) == errs.Interrupted:
+				one.lost = err
+				return &one, nil, nil
 			case !objected(err):
 				return nil, nil, err
 			case objection == nil:
@@ -271,7 +278,8 @@ func (p *provider) verifyBoot(ctx context.Context, s *system, want metal.BootDev
 		for _, path := range slices.Compact([]string{s.path, done.path}) {
 			boot, err := p.bootAt(waiting, path)
 			if err != nil {
-				if waiting.Err() != nil {
+				// One that restarts is away for a while.
+				if waiting.Err() != nil || done.lost != nil && !final(err) {
 					break
 				}
 				return last, err

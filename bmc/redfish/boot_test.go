@@ -60,13 +60,15 @@ func TestBootFaults(t *testing.T) {
 		{"busy in POST", bmctest.BusyInPOST.Times(3), pxe, pxe, ""},
 		{"dropped before", bmctest.DropsBefore.Times(1), pxe, pxe, ""},
 		{"dropped after", bmctest.DropsAfter.Times(1), pxe, pxe, ""},
+		{"restarts after", bmctest.ResetsAfter.Times(1), pxe, pxe, ""},
+		{"dropped before, always", bmctest.DropsBefore, pxe, device{Device: "none"}, errs.Interrupted},
 		{"success as an error", bmctest.SuccessAsError, pxe, pxe, ""},
 		{"unavailable for a moment", bmctest.Unavailable.Times(1), pxe, pxe, ""},
 	} {
 		t.Run(tt.name, func(t *testing.T) {
 			t.Parallel()
 			r, b := rig(t, tt.fault)
-			if tt.code == errs.BmcError {
+			if tt.code == errs.BmcError || tt.code == errs.Interrupted {
 				b.hurry()
 			}
 			_, err := b.do("management", "setBootDevice", tt.ask)

@@ -5,7 +5,9 @@ import (
 	"crypto/x509"
 	"encoding/hex"
 	"encoding/json"
+	"io"
 	"log/slog"
+	"net/netip"
 	"strings"
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
@@ -30,7 +32,13 @@ type Options struct {
 	// Spool is the folder that firmware images are kept in while they are proven
 	// and pushed; empty: the system's for temporary files.
 	Spool string
-	Log   *slog.Logger
+	// Own opens a firmware image that the site itself serves to BMCs at a URL; no
+	// reader and no error: it serves none there. Nil: it serves nothing.
+	Own func(ctx context.Context, url string) (io.ReadCloser, error)
+	// Refuse says why no firmware image is fetched from an address; empty: it may
+	// be. Nil: from any.
+	Refuse func(netip.Addr) string
+	Log    *slog.Logger
 }
 
 // New makes the driver. closer logs out of every BMC; calls after it work, and

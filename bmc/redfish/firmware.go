@@ -9,6 +9,7 @@ import (
 	bmclib "github.com/bmc-toolbox/bmclib/v2"
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
+	"github.com/better-compute/site-appliance/bmc/release"
 	"github.com/better-compute/site-appliance/plugins/driver"
 	"github.com/better-compute/site-appliance/plugins/metal"
 )
@@ -146,7 +147,7 @@ func findComponent(all []component, name string) (component, error) {
 	case len(found) == 1:
 		return found[0], nil
 	case len(found) == 0:
-		return component{}, errs.New(errs.InvalidArgs, "the BMC has no firmware component %q", name)
+		return component{}, errs.New(errs.InvalidArgs, "the BMC has no firmware component %q; firmware.list names them", name)
 	}
 	for _, c := range found {
 		if c.known(all) == name {
@@ -247,7 +248,7 @@ func (p *provider) finish(ctx *driver.Context, u metal.FirmwareUpdate, before co
 	end := outcome{unseen: true}
 	switch {
 	case s.err == nil:
-		release(ctx)
+		release.Place(ctx)
 		var err error
 		if end, err = p.follow(ctx, s.answer, job{doing: "update firmware " + u.Component, atBoot: true}); err != nil {
 			return metal.Applied{}, err

@@ -17,6 +17,7 @@ import (
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/bmc/bmctest"
+	"github.com/better-compute/site-appliance/bmc/release"
 	"github.com/better-compute/site-appliance/plugins/metal"
 )
 
@@ -248,7 +249,7 @@ func TestFirmwareGivesUpItsPlace(t *testing.T) {
 	}
 	free := make(chan struct{})
 	ended := make(chan error, 1)
-	ctx, cancel := context.WithCancel(WithRelease(t.Context(), func() { close(free) }))
+	ctx, cancel := context.WithCancel(release.With(t.Context(), func() { close(free) }))
 	defer cancel()
 	update := *b // its progress is its own
 	go func() {

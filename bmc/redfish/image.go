@@ -11,7 +11,9 @@ import (
 	"fmt"
 	"io"
 	"mime/multipart"
+	"net"
 	"net/http"
+	"net/netip"
 	"net/textproto"
 	"net/url"
 	"os"
@@ -19,6 +21,7 @@ import (
 	"regexp"
 	"slices"
 	"strings"
+	"syscall"
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/plugins/driver"
@@ -54,34 +57,18 @@ func fetch(ctx *driver.Context, o Options, u metal.FirmwareUpdate, limit uint64)
 }
 
 func (i *image) fill(ctx *driver.Context, o Options, u metal.FirmwareUpdate, limit uint64) error {
-	client := &http.Client{
-		Transport: &http.Transport{TLSClientConfig: &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: o.Roots}, DisableKeepAlives: true},
-		CheckRedirect: func(r *http.Request, via []*http.Request) error {
-			if len(via) > 5 || via[0].URL.Scheme == "https" && r.URL.Scheme != "https" {
-				return errors.New("a redirect that is not followed")
-			}
-			return nil
-		},
-	}
-	req, err := http.NewRequestWithContext(ctx, http.MethodGet, u.URL, nil)
-	if err != nil {
-		return errs.New(errs.InvalidArgs, "firmware image: %v", cause(err))
-	}
 	ctx.Emit(driver.Progress{Phase: "fetch", Message: "fetching the image"})
-	resp, err := client.Do(req)
+	source, err := open(ctx, o, u.URL)
 	if err != nil {
-		return notFetched(err)
+		return err
 	}
-	defer resp.Body.Close()
-	if resp.StatusCode != http.StatusOK {
-		return errs.New(errs.InvalidArgs, "fetch the firmware image: status %d", resp.StatusCode)
-	}
+	defer source.Close()
 	most := int64(maxImage)
 	if limit > 0 && limit < maxImage {
 		most = int64(limit)
 	}
 	hash := sha256.New()
-	i.size, err = io.Copy(io.MultiWriter(i.file, hash), io.LimitReader(resp.Body, most+1))
+	i.size, err = io.Copy(io.MultiWriter(i.file, hash), io.LimitReader(source, most+1))
 	var disk *os.PathError
 	switch {
 	case errors.As(err, &disk):
@@ -97,9 +84,57 @@ func (i *image) fill(ctx *driver.Context, o Options, u metal.FirmwareUpdate, lim
 	return nil
 }
 
-// notFetched is not unreachable, which would be said of the BMC.
+// open reads an image from what the site serves, or from its URL.
+func open(ctx context.Context, o Options, address string) (io.ReadCloser, error) {
+	if o.Own != nil {
+		if own, err := o.Own(ctx, address); own != nil || err != nil {
+			return own, err
+		}
+	}
+	dialer := &net.Dialer{Timeout: dialTimeout, Control: func(_, to string, _ syscall.RawConn) error {
+		at, err := netip.ParseAddrPort(to)
+		if err != nil {
+			return err
+		}
+		if o.Refuse == nil {
+			return nil
+		}
+		if why := o.Refuse(at.Addr()); why != "" {
+			return errs.New(errs.InvalidArgs, "fetch the firmware image: %s %s", at.Addr(), why)
+		}
+		return nil
+	}}
+	client := &http.Client{
+		Transport: &http.Transport{
+			DialContext: dialer.DialContext, TLSClientConfig: &tls.Config{MinVersion: tls.VersionTLS12, RootCAs: o.Roots}, DisableKeepAlives: true,
+		},
+		CheckRedirect: func(r *http.Request, via []*http.Request) error {
+			if len(via) > 5 || via[0].URL.Scheme == "https" && r.URL.Scheme != "https" {
+				return errors.New("a redirect that is not followed")
+			}
+			return nil
+		},
+	}
+	req, err := http.NewRequestWithContext(ctx, http.MethodGet, address, nil)
+	if err != nil {
+		return nil, errs.New(errs.InvalidArgs, "firmware image: %v", cause(err))
+	}
+	resp, err := client.Do(req)
+	if err != nil {
+		return nil, notFetched(err)
+	}
+	if resp.StatusCode != http.StatusOK {
+		_ = resp.Body.Close()
+		return nil, errs.New(errs.InvalidArgs, "fetch the firmware image: status %d", resp.StatusCode)
+	}
+	return resp.Body, nil
+}
+
 func notFetched(err error) error {
-	return errs.Retry(errs.BmcError, "fetch the firmware image: %v", cause(err))
+	if own := new(errs.Error); errors.As(err, &own) {
+		return own
+	}
+	return errs.Retry(errs.Unreachable, "fetch the firmware image: %v", cause(err))
 }
 
 var plainName = regexp.MustCompile(`^[A-Za-z0-9][A-Za-z0-9._-]{0,100}$`)

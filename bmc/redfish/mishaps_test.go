@@ -3,8 +3,18 @@ package redfish
 import (
 	"bytes"
 	"context"
+	"crypto/ecdsa"
+	"crypto/elliptic"
+	"crypto/rand"
+	"crypto/sha256"
+	"crypto/tls"
+	"crypto/x509"
+	"crypto/x509/pkix"
+	"encoding/hex"
 	"encoding/json"
 	"fmt"
+	"math/big"
+	"net"
 	"net/http"
 	"strings"
 	"sync/atomic"
@@ -278,14 +288,130 @@ func TestStatusShowsNoLogIn(t *testing.T) {
 	}
 }
 
-// An image's server that is away is not the BMC: a breaker counts what is unreachable
-// against it.
-func TestImageServerAwayIsNotTheBMC(t *testing.T) {
+// A certificate that a BMC made with a serial number below zero, which the standard
+// library refuses unless told otherwise, is as good as another under its pin.
+func TestNegativeSerial(t *testing.T) {
+	key, _ := ecdsa.GenerateKey(elliptic.P256(), rand.Reader)
+	tmpl := &x509.Certificate{SerialNumber: big.NewInt(0x7155aa33), Subject: pkix.Name{CommonName: "bmc"}, NotBefore: time.Now().Add(-time.Hour), NotAfter: time.Now().Add(time.Hour)}
+	der, err := x509.CreateCertificate(rand.Reader, tmpl, tmpl, key.Public(), key)
+	if err != nil {
+		t.Fatal(err)
+	}
+	i := bytes.Index(der, []byte{0x02, 0x04, 0x71, 0x55, 0xaa, 0x33})
+	der[i+2] = 0xf1 // the signature is not looked at under a pin
+	l, err := net.Listen("tcp", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	s := &http.Server{Handler: &fake{t: t}}
+	go s.Serve(tls.NewListener(l, &tls.Config{Certificates: []tls.Certificate{{Certificate: [][]byte{der}, PrivateKey: key}}}))
+	t.Cleanup(func() { s.Close() })
+	spki, _ := x509.MarshalPKIXPublicKey(key.Public())
+	sum := sha256.Sum256(spki)
+	b := newBench(t, l.Addr().String(), hex.EncodeToString(sum[:]), "u", "p")
+	if _, err = b.power(); err != nil {
+		t.Error(err)
+	}
+}
+
+// A BMC whose every resource is as large as one may be does not fill the memory.
+func TestOneCallReadsABoundedAmount(t *testing.T) {
+	const members = 60
+	f, b := serve(t, nil)
+	var links []string
+	large := fmt.Sprintf(`{"Model":"x","Oem":%q}`, strings.Repeat("x", 2<<20))
+	f.change = map[string]http.HandlerFunc{systemGet: say(`{"Processors":{"@odata.id":"/redfish/v1/Systems/1/Processors"}}`)}
+	for n := range members {
+		at := fmt.Sprintf("/redfish/v1/Systems/1/Processors/%d", n)
+		links = append(links, fmt.Sprintf(`{"@odata.id":%q}`, at))
+		f.change["GET "+at] = say(large)
+	}
+	f.change["GET /redfish/v1/Systems/1/Processors"] = say(`{"Members":[` + strings.Join(links, ",") + `]}`)
+	_, _ = b.do("inspect", "inspect")
+	read := 0
+	for n := range members {
+		read += f.count(fmt.Sprintf("GET /redfish/v1/Systems/1/Processors/%d", n))
+	}
+	if most := maxTaken/len(large) + 1; read == 0 || read > most {
+		t.Errorf("%d resources of 2 MiB were read, want at most %d", read, most)
+	}
+}
+
+// The power of the whole box, its BMC's too, is not cut where a power cycle was
+// asked for.
+func TestCycleIsNoFullPowerCycle(t *testing.T) {
+	state := "On"
+	var sent []string
+	f, b := serve(t, nil)
+	f.change = map[string]http.HandlerFunc{
+		systemGet: func(w http.ResponseWriter, _ *http.Request) {
+			f.mu.Lock()
+			defer f.mu.Unlock()
+			fmt.Fprintf(w, `{"PowerState":%q,"Actions":{"#ComputerSystem.Reset":{"target":"/redfish/v1/Systems/1/Actions/ComputerSystem.Reset","ResetType@Redfish.AllowableValues":["On","ForceOff","FullPowerCycle"]}}}`, state)
+		},
+		resetPost: func(w http.ResponseWriter, r *http.Request) {
+			var in struct{ ResetType string }
+			_ = json.NewDecoder(r.Body).Decode(&in)
+			f.mu.Lock()
+			defer f.mu.Unlock()
+			sent = append(sent, in.ResetType)
+			state = strings.TrimPrefix(in.ResetType, "Force")
+		},
+	}
+	if _, err := b.do("power", "setPower", "cycle"); err != nil || strings.Join(sent, " ") != "ForceOff On" {
+		t.Errorf("setPower(cycle) = %v, sent %q, want ForceOff and On", err, sent)
+	}
+}
+
+// A session that a slow BMC opens when nobody waits for it any more is ended.
+func TestLateSessionIsEnded(t *testing.T) {
+	arrived, late := make(chan struct{}, 1), make(chan struct{})
+	ended := make(chan struct{})
 	_, b := serve(t, map[string]http.HandlerFunc{
-		"GET /redfish/v1/UpdateService": say(`{"MultipartHttpPushUri":"/redfish/v1/UpdateService/upload"}`),
+		sessionsPost: func(w http.ResponseWriter, _ *http.Request) {
+			arrived <- struct{}{}
+			<-late
+			w.Header().Set("X-Auth-Token", "t")
+			w.Header().Set("Location", "/redfish/v1/SessionService/Sessions/7")
+			w.WriteHeader(http.StatusCreated)
+		},
+		"DELETE /redfish/v1/SessionService/Sessions/7": func(http.ResponseWriter, *http.Request) { close(ended) },
 	})
-	_, err := b.do("firmware", "update", map[string]string{"component": "BMC", "url": "https://127.0.0.1:1/x.bin", "sha256": strings.Repeat("a", 64)})
-	if code := errs.CodeOf(err); err == nil || code == errs.Unreachable {
-		t.Errorf("update() from a server that is away = %v", err)
+	b.pool.timing.late = time.Minute
+	ctx, cancel := context.WithCancel(t.Context())
+	go func() {
+		<-arrived
+		cancel()
+	}()
+	if _, err := b.in(ctx, "power", "getPower"); errs.CodeOf(err) != errs.Cancelled {
+		t.Errorf("getPower() = %v, want cancelled", err)
+	}
+	close(late)
+	select {
+	case <-ended:
+	case <-time.After(20 * time.Second):
+		t.Error("the session stays open")
+	}
+}
+
+// A reset that the BMC makes a job of, as some do, is done when the job is: a machine
+// that stays on shows nothing of it.
+func TestResetFollowsItsJob(t *testing.T) {
+	for task, good := range map[string]bool{
+		`{"TaskState":"Exception","TaskStatus":"Critical","Messages":[{"Message":"the chassis refuses"}]}`: false,
+		`{"TaskState":"Completed","TaskStatus":"OK"}`:                                                      true,
+	} {
+		for _, action := range []string{"reset", "nmi"} {
+			_, b := serve(t, map[string]http.HandlerFunc{
+				resetPost: func(w http.ResponseWriter, _ *http.Request) {
+					w.Header().Set("Location", "/redfish/v1/TaskService/Tasks/1")
+					w.WriteHeader(http.StatusAccepted)
+				},
+				"GET /redfish/v1/TaskService/Tasks/1": say(task),
+			})
+			if _, err := b.do("power", "setPower", action); (err == nil) != good {
+				t.Errorf("setPower(%s) whose job says %s = %v", action, task, err)
+			}
+		}
 	}
 }

@@ -29,14 +29,15 @@ type timing struct {
 	power time.Duration
 	// retry is the first pause before a busy BMC is asked again.
 	retry time.Duration
-	// logout bounds the end of a session.
-	logout time.Duration
+	// logout bounds the end of a session, and late is how long a log-in that was
+	// sent is waited for once its call is over.
+	logout, late time.Duration
 }
 
 var standardTiming = timing{
 	idle: time.Minute, most: 256,
 	tick: time.Second, settle: 20 * time.Second, media: time.Minute, power: 2 * time.Minute,
-	retry: time.Second, logout: 5 * time.Second,
+	retry: time.Second, logout: 5 * time.Second, late: time.Minute,
 }
 
 // key is who logs in where, so that a password that changed gets a session of its

@@ -19,7 +19,7 @@ var resetTypes = map[string][]schemas.ResetType{
 	"on":    {schemas.OnResetType, schemas.ForceOnResetType},
 	"off":   {schemas.ForceOffResetType},
 	"soft":  {schemas.GracefulShutdownResetType},
-	"cycle": {schemas.PowerCycleResetType, "FullPowerCycle"},
+	"cycle": {schemas.PowerCycleResetType}, // FullPowerCycle takes the power of the BMC and of all else, too
 	"reset": {schemas.ForceRestartResetType},
 	"nmi":   {schemas.NmiResetType},
 }
@@ -103,13 +103,16 @@ func (p *provider) PowerSet(ctx context.Context, action string) (bool, error) {
 // act sends one reset and waits until the machine shows what it does. A lost
 // answer to on, off or soft is told by the machine's state; to another it is not.
 func (p *provider) act(ctx context.Context, s *system, action string, word string) error {
-	err := p.post(ctx, s, word)
+	a, err := p.post(ctx, s, word)
 	wanted := shows[action]
 	if objected(err) && (action == "on" || wanted == "off") {
 		// What it is asked for it may be already: some show it late and refuse it.
 		if now, unread := p.read(ctx, s.path); unread == nil && now.powerState() == wanted {
 			return nil
 		}
+	}
+	if err == nil && (wanted == "" || wanted == s.powerState()) {
+		err = p.failedJob(ctx, a, action) // nothing else would show it
 	}
 	lost := errs.CodeOf(err) == errs.Interrupted
 	if err != nil && (!lost || action == "cycle" || action == "reset") || wanted == "" {
@@ -135,10 +138,22 @@ func softError(err error) error {
 	return errs.New(errs.BmcError, "the operating system was asked to shut down and did not: %s", errs.From(err).Message)
 }
 
-func (p *provider) post(ctx context.Context, s *system, word string) error {
+// failedJob looks for a while whether a job that a began fails.
+func (p *provider) failedJob(ctx context.Context, a *answer, action string) error {
+	if a.status != http.StatusAccepted {
+		return nil
+	}
+	waiting, cancel := patience(ctx, p.timing.settle)
+	defer cancel()
+	if _, err := p.follow(waiting, a, job{doing: "power " + action}); errs.CodeOf(err) == errs.BmcError {
+		return err
+	}
+	return nil
+}
+
+func (p *provider) post(ctx context.Context, s *system, word string) (*answer, error) {
 	// A busy BMC that has not switched on is asked again.
-	_, err := p.change(ctx, http.MethodPost, s.reset, map[string]string{"ResetType": word}, word == string(schemas.OnResetType))
-	return err
+	return p.change(ctx, http.MethodPost, s.reset, map[string]string{"ResetType": word}, word == string(schemas.OnResetType))
 }
 
 // offAndOn is the power cycle of a BMC that has no such action of its own,

@@ -105,7 +105,12 @@ func TestEachRequestThroughBmclib(t *testing.T) {
 	defer b.pool.give(c)
 	n := 0
 	c.client.Transport = viaBmclib{c.client.Transport, func(request string, through bool) {
-		if n++; !through {
+		if request == "GET "+rootPath || request == sessionsPost {
+			return // a log-in is made aside, for all who wait for it
+		}
+		// A log-in, which bmclib begins too, runs beside its call.
+		logIn := request == sessionsPost || request == "GET "+rootPath
+		if n++; !through && !logIn {
 			t.Errorf("%s is sent past bmclib", request)
 		}
 	}}

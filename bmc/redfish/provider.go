@@ -34,6 +34,7 @@ type provider struct {
 	// spent: a new log-in was refused too, so that this call makes no other.
 	spent bool
 	etags map[string]string // of what this call has read, by path
+	taken int               // bytes of what it has read
 }
 
 // What bmclib asks its providers for.
@@ -115,12 +116,20 @@ func (p *provider) request(ctx context.Context, r request) (*answer, error) {
 	return a, err
 }
 
+// maxTaken is how much one call reads: a BMC whose every resource is as large as
+// one may be would fill the memory.
+const maxTaken = 64 << 20
+
 // get reads one resource.
 func (p *provider) get(ctx context.Context, path string) (object, error) {
+	if p.taken > maxTaken {
+		return nil, errs.New(errs.BmcError, "the BMC's answers to one operation have more than %d bytes", maxTaken)
+	}
 	a, err := p.send(ctx, http.MethodGet, path, nil, nil)
 	if err != nil {
 		return nil, err
 	}
+	p.taken += len(a.body)
 	if a.status != http.StatusOK {
 		return nil, statusError("read "+path, a)
 	}

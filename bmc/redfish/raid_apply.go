@@ -82,7 +82,7 @@ func locate(arrays []array, v metal.Volume, name string) (int, string, error) {
 		}
 	}
 	if at < 0 {
-		return 0, "", errs.New(errs.InvalidArgs, "volume %q: there is no drive %q%s", v.Name, name, under(v.Controller))
+		return 0, "", errs.New(errs.InvalidArgs, "volume %q: there is no drive %q%s; inspect.inspect names them", v.Name, name, under(v.Controller))
 	}
 	return at, path, nil
 }

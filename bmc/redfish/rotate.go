@@ -115,6 +115,9 @@ func (t rotation) prove(changing error) error {
 		// Some BMCs take a moment. More tries than this would lock the account.
 		failed = t.works(t.account, t.fresh)
 	}
+	if turnedAway(failed) && changing == nil && t.own() && t.lapses() {
+		failed = t.works(t.account, t.fresh)
+	}
 	name := printable(t.account)
 	switch {
 	case failed == nil:
@@ -132,6 +135,20 @@ func (t rotation) prove(changing error) error {
 	default:
 		return errs.New(errs.CodeOf(err), "%s; the new password of %q does not log in, and the old one cannot be tried: %s", why, name, errs.From(err).Message)
 	}
+}
+
+// lapses waits a while until the old password logs in no more, which tells without
+// a wrong log-in that a BMC is late with what it accepted.
+func (t rotation) lapses() bool {
+	timing := t.m.pool.timing
+	waiting, cancel := patience(t.ctx, timing.settle)
+	defer cancel()
+	for sleep(waiting, 2*timing.tick) {
+		if turnedAway(t.works(t.username, t.old)) {
+			return true
+		}
+	}
+	return false
 }
 
 // unchanged is a refusal by a BMC that takes the old password, as callers know it.

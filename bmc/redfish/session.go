@@ -88,17 +88,70 @@ func (c *conn) authorise(ctx context.Context, stale *auth) (*auth, error) {
 	if err := c.login.enter(ctx); err != nil {
 		return nil, err
 	}
-	defer c.login.leave()
 	if a := c.current(); a != nil && a != stale {
+		c.login.leave()
 		return a, nil
 	}
 	c.set(nil)
-	a, err := c.logIn(ctx)
-	if err != nil {
-		return nil, err
+	attempt := &attempt{over: make(chan struct{})}
+	go func() {
+		defer c.login.leave()
+		attempt.run(ctx, c)
+	}()
+	select {
+	case <-attempt.over:
+	case <-ctx.Done():
+		if attempt.abandon() {
+			return nil, errs.Retry(errs.Unreachable, "the BMC cannot be reached: it did not answer the log-in in time")
+		}
 	}
-	c.set(a)
-	return a, nil
+	return attempt.auth, attempt.err
+}
+
+// attempt is a log-in that outlives a call which does not wait for it, so that the
+// session that a slow BMC opens then is ended: it has few of them.
+type attempt struct {
+	mu        sync.Mutex
+	abandoned bool
+	over      chan struct{} // closed with what follows
+	auth      *auth
+	err       error
+}
+
+// abandon reports whether nobody gets the log-in: it is not over yet.
+func (a *attempt) abandon() bool {
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	select {
+	case <-a.over:
+		return false
+	default:
+	}
+	a.abandoned = true
+	return true
+}
+
+func (a *attempt) run(ctx context.Context, c *conn) {
+	on, cancel := context.WithCancel(context.WithoutCancel(ctx))
+	defer cancel()
+	defer context.AfterFunc(ctx, func() { time.AfterFunc(c.timing.late, cancel) })()
+	got, err := c.guarded(ctx, on)
+	a.mu.Lock()
+	defer a.mu.Unlock()
+	if !a.abandoned {
+		if err == nil {
+			c.set(got)
+		}
+		a.auth, a.err = got, err
+		close(a.over)
+		return
+	}
+	if err == nil {
+		ending, stop := context.WithTimeout(on, c.timing.logout)
+		defer stop()
+		c.dismiss(ending, got)
+		c.client.CloseIdleConnections()
+	}
 }
 
 // gate lets one in at a time; who waits for it gives up with its own call.
@@ -119,9 +172,20 @@ func (g *gate) enter(ctx context.Context) error {
 
 func (g *gate) leave() { <-g.one }
 
+// guarded is logIn, whose fault is its call's: nobody else could recover from it.
+func (c *conn) guarded(ctx, on context.Context) (got *auth, err error) {
+	defer func() {
+		if fault := recover(); fault != nil {
+			got, err = nil, errs.New(errs.DriverError, "the code of the log-in failed")
+		}
+	}()
+	return c.logIn(ctx, on)
+}
+
 // logIn opens a session. A BMC without sessions gets basic authentication; one
-// without a free session gets it where it says that it takes it.
-func (c *conn) logIn(ctx context.Context) (*auth, error) {
+// without a free session gets it where it says that it takes it. What opens the
+// session goes on for as long as on.
+func (c *conn) logIn(ctx, on context.Context) (*auth, error) {
 	root, err := c.root(ctx)
 	if err != nil {
 		return nil, err
@@ -130,8 +194,12 @@ func (c *conn) logIn(ctx context.Context) (*auth, error) {
 	if err != nil {
 		return nil, err
 	}
-	g := &gofishClient{ctx: ctx, conn: c}
-	token, err := schemas.CreateSession(g, path, c.target.username, c.revealed())
+	password := c.revealed()
+	if password == "" || ctx.Err() != nil {
+		return nil, errs.Retry(errs.Unreachable, "the BMC cannot be reached: the call was over before the log-in")
+	}
+	g := &gofishClient{ctx: on, conn: c}
+	token, err := schemas.CreateSession(g, path, c.target.username, password)
 	switch answer := g.answer; {
 	case answer == nil:
 		return nil, err

@@ -1,24 +1,6 @@
 package redfish
 
-import (
-	"context"
-
-	"github.com/better-compute/site-appliance/appliance/base/errs"
-)
-
-type releaseKey struct{}
-
-// WithRelease lends f to a call: firmware.update calls it once the BMC has the
-// image and its job is only followed, so that an hour of that holds up nobody.
-func WithRelease(ctx context.Context, f func()) context.Context {
-	return context.WithValue(ctx, releaseKey{}, f)
-}
-
-func release(ctx context.Context) {
-	if f, ok := ctx.Value(releaseKey{}).(func()); ok {
-		f()
-	}
-}
+import "github.com/better-compute/site-appliance/appliance/base/errs"
 
 // updates marks the BMC as writing firmware until done is called. One is enough.
 func (m *machine) updates(component string) (done func(), err error) {

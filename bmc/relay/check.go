@@ -12,6 +12,7 @@ import (
 	"github.com/better-compute/site-appliance/bmc/addressbook"
 	"github.com/better-compute/site-appliance/bmc/bmcv1"
 	"github.com/better-compute/site-appliance/bmc/manual"
+	"github.com/better-compute/site-appliance/bmc/redfish"
 	"github.com/better-compute/site-appliance/bmc/wol"
 	"github.com/better-compute/site-appliance/plugins/driver"
 	"github.com/better-compute/site-appliance/plugins/metal"
@@ -21,7 +22,7 @@ import (
 type Operation struct {
 	// Key is the queue: the BMC's address in its plain form, host:port.
 	Key string
-	// Action is what setPower does, if it is one that is known.
+	// Action is what setPower does, if it is one that is known, or addressbook.BindAction.
 	Action string
 	// Destructive operations change what a machine or its BMC is or runs.
 	Destructive bool
@@ -97,10 +98,7 @@ func kindNamed(name string) (Kind, bool) {
 	return kinds[i], true
 }
 
-const (
-	redfishDriver = "redfish"
-	maxArgs       = 1 << 20
-)
+const maxArgs = 1 << 20
 
 var credentialRef = regexp.MustCompile(`^secret://[A-Za-z0-9._-]{1,64}/[A-Za-z0-9._/-]{1,128}$`)
 
@@ -153,7 +151,7 @@ func CheckBind(req *bmcv1.BmcBindRequest) (Operation, error) {
 	if req.GetProtected() && addressbook.IsName(key) {
 		return Operation{}, errs.New(errs.InvalidAddress, "%s cannot be protected by a host name, which is not its only one: bind it by its IP address", key)
 	}
-	return Operation{Key: key, Destructive: true, Counts: true, Always: true, RetrySafe: true}, nil
+	return Operation{Key: key, Action: addressbook.BindAction(req.GetProtected()), Destructive: true, Counts: true, Always: true, RetrySafe: true}, nil
 }
 
 // checkTarget judges who is meant, and by which credential and pin.
@@ -184,7 +182,7 @@ func checkOptions(op *bmcv1.BmcOperationRequest) error {
 	if len(options) > maxArgs || json.Unmarshal([]byte(options), &object) != nil || object == nil {
 		return errs.New(errs.InvalidPayload, "driver_options_json is not a JSON object")
 	}
-	if op.GetDriver() == redfishDriver {
+	if op.GetDriver() == redfish.ID {
 		return errs.New(errs.InvalidConfig, "driver redfish takes no options")
 	}
 	return nil

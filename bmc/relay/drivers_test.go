@@ -407,3 +407,46 @@ func TestArtifacts(t *testing.T) {
 		t.Errorf("a site without media = %v, and the driver saw %q", err, b.log)
 	}
 }
+
+// An image's server that is away locks no BMC out that lives.
+func TestImageServerAway(t *testing.T) {
+	p := &plugins{err: errs.Retry(errs.Unreachable, "fetch the firmware image: connection refused")}
+	r, _ := relayWith(t, p)
+	update := op(func(o *bmcv1.BmcOperationRequest) {
+		o.Operation, o.ArgsJson = "firmware.update", `{"component":"BIOS","url":"https://away/a","sha256":"`+strings.Repeat("a", 64)+`"}`
+	})
+	for range 5 {
+		if _, err := r.Do(t.Context(), Request{Kind: "bmc.firmware", Op: update, Secrets: login}); errs.CodeOf(err) != errs.Unreachable {
+			t.Fatalf("Do(firmware.update) = %v, want unreachable", err)
+		}
+	}
+	p.err, p.result = nil, `"on"`
+	if _, err := r.Do(t.Context(), Request{Kind: Query, Op: op(nil), Secrets: login}); err != nil {
+		t.Errorf("Do(getPower) = %v, want it asked", err)
+	}
+	if len(p.calls) != 6 {
+		t.Errorf("%d calls, want 6", len(p.calls))
+	}
+}
+
+// ofPlugin is the error of a plugin that ended.
+type ofPlugin struct{ error }
+
+func (ofPlugin) OfPlugin()       {}
+func (o ofPlugin) Unwrap() error { return o.error }
+
+// TestPluginThatEndsIsNotTheBMC: a BMC that answers is not left alone because
+// its plugin does not.
+func TestPluginThatEndsIsNotTheBMC(t *testing.T) {
+	p := &plugins{err: ofPlugin{errs.Retry(errs.Unreachable, "plugin ipmi ended during the call: killed")}}
+	r, _ := relayWith(t, p)
+	for range 3 {
+		if _, err := r.Do(t.Context(), Request{Kind: Query, Op: op(nil), Secrets: login}); errs.CodeOf(err) != errs.Unreachable {
+			t.Fatalf("Do() = %v, want unreachable", err)
+		}
+	}
+	p.err, p.result = nil, `"on"`
+	if _, err := r.Do(t.Context(), Request{Kind: Query, Op: op(nil), Secrets: login}); err != nil {
+		t.Errorf("Do() after the plugin's restart = %v", err)
+	}
+}

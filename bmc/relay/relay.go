@@ -5,8 +5,8 @@ package relay
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"log/slog"
-	"net"
 	"slices"
 	"strings"
 	"time"
@@ -17,8 +17,7 @@ import (
 	"github.com/better-compute/site-appliance/bmc/addressbook"
 	"github.com/better-compute/site-appliance/bmc/bmcv1"
 	"github.com/better-compute/site-appliance/bmc/breaker"
-	"github.com/better-compute/site-appliance/bmc/manual"
-	"github.com/better-compute/site-appliance/bmc/redfish"
+	"github.com/better-compute/site-appliance/bmc/release"
 	"github.com/better-compute/site-appliance/plugins/driver"
 	"github.com/better-compute/site-appliance/plugins/metal"
 )
@@ -152,52 +151,6 @@ func (r *Relay) retrySafe(op *bmcv1.BmcOperationRequest) (safe, known bool) {
 	return r.plugins.RetrySafe(op.GetDriver(), concern, name)
 }
 
-const (
-	// heardWithin is how long an answer spares a BMC the knock.
-	heardWithin = time.Minute
-	// knockWithin is how long a BMC may take to accept a connection.
-	knockWithin = 5 * time.Second
-)
-
-// Ready refuses, with unreachable, a BMC whose circuit is open, and, where its
-// driver speaks over TCP, one that accepts no connection. It takes nobody's slot:
-// the dead are found out beside the living.
-func (r *Relay) Ready(ctx context.Context, op *bmcv1.BmcOperationRequest) error {
-	key, err := addressbook.Normalise(op.GetAddress(), op.GetDriver())
-	if err != nil {
-		return err
-	}
-	// Nothing goes out to an address that this operation may not use.
-	if err := r.book.Check(op.GetAddress(), op.GetTlsSpkiSha256(), op.GetCredentialsRef(), op.GetDriver()); err != nil {
-		return err
-	}
-	report, err := r.breaker.Ask(key)
-	if err != nil {
-		return err
-	}
-	if op.GetDriver() != redfishDriver || r.breaker.Heard(key, heardWithin) {
-		report(errs.New(errs.Cancelled, "not asked"))
-		return nil
-	}
-	within, cancel := context.WithTimeout(ctx, knockWithin)
-	defer cancel()
-	if err := r.knock(within, key); err != nil && ctx.Err() == nil {
-		failure := errs.Retry(errs.Unreachable, "%s accepts no connection: %v", key, err)
-		report(failure)
-		return failure
-	}
-	report(errs.New(errs.Cancelled, "not asked"))
-	return nil
-}
-
-func knock(ctx context.Context, address string) error {
-	c, err := (&net.Dialer{}).DialContext(ctx, "tcp", address)
-	if err != nil {
-		return err
-	}
-	return c.Close()
-}
-
 // BuiltIn reports whether a driver lives in this process.
 func (r *Relay) BuiltIn(id string) bool { return r.builtIn[id] != nil }
 
@@ -282,7 +235,13 @@ func (r *Relay) Prepare(ctx context.Context, req Request) (*Prepared, error) {
 			return nil
 		}
 		failure := failed(ctx, err, safe)
-		report(failure)
+		var broke interface{ OfPlugin() }
+		if errors.As(err, &broke) || op.GetOperation() == firmwareUpdate && failure.Code == errs.Unreachable {
+			// The plugin, or perhaps the image's server: that says nothing of the BMC.
+			report(errs.New(errs.Cancelled, "not known"))
+		} else {
+			report(failure)
+		}
 		if learned && addressbook.NothingSent(failure.Code) {
 			if err := r.book.Forget(op.GetAddress(), op.GetDriver()); err != nil {
 				r.log.Warn("BMC's binding stays though nothing was sent", "address", checked.Key, "error", err)
@@ -385,7 +344,7 @@ func (r *Relay) inside(ctx context.Context, req Request, d *driver.Definition, c
 		}
 	}()
 	if req.Release != nil {
-		ctx = redfish.WithRelease(manual.WithRelease(ctx, req.Release), req.Release)
+		ctx = release.With(ctx, req.Release)
 	}
 	var emit func(driver.Progress)
 	if c.Progress != nil {
@@ -417,14 +376,11 @@ func credentials(ctx context.Context, req Request, newPassword string) (map[stri
 		}
 		return nil, errs.Retry(errs.CredentialsUnavailable, "fetch the credential: %v", err)
 	}
-	var c struct {
-		Username string `json:"username"`
-		Password string `json:"password"`
-	}
-	if json.Unmarshal(values[ref].Reveal(), &c) != nil {
+	username, password, ok := secret.Login(values[ref])
+	if !ok {
 		return nil, errs.New(errs.CredentialsUnavailable, "%s is no JSON object with username and password", ref)
 	}
-	login := map[string]secret.Value{"username": secret.New([]byte(c.Username)), "password": secret.New([]byte(c.Password))}
+	login := map[string]secret.Value{"username": username, "password": password}
 	if newPassword != "" {
 		login[string(metal.NewPassword)] = values[newPassword]
 	}

@@ -128,7 +128,7 @@ func (p *process) because(ctx context.Context, name string, err error) error {
 	defer timer.Stop()
 	select {
 	case <-p.ended:
-		return errs.Retry(errs.Unreachable, "plugin %s ended during the call: %v", name, p.err)
+		return &peer.Broken{Err: errs.Retry(errs.Unreachable, "plugin %s ended during the call: %v", name, p.err)}
 	case <-timer.C:
 	case <-ctx.Done():
 	}

@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"io"
 	"log/slog"
@@ -343,6 +344,9 @@ func TestCallSaysHowThePluginEnded(t *testing.T) {
 	_, err := call(h, "crash")
 	if e := errs.From(err); e == nil || e.Code != errs.Unreachable || !e.Retryable || !strings.Contains(e.Message, "plugin echo ended during the call: signal: killed") {
 		t.Errorf("crash: %v, want how it ended", err)
+	}
+	if broke := (interface{ OfPlugin() })(nil); !errors.As(err, &broke) {
+		t.Errorf("crash: %v (%T) does not say that it was the plugin", err, err)
 	}
 }
 

@@ -24,7 +24,7 @@ func Main(pluginVersion string) int {
 	if err != nil {
 		panic(err) // a fault in this file's declaration, found by any start
 	}
-	sol, err := SOLDriver()
+	sol, err := solDriver()
 	if err != nil {
 		panic(err)
 	}

@@ -39,9 +39,9 @@ const (
 	maxBanner = 512
 )
 
-// SOLDriver declares the driver "ipmi-sol": the serial console of a BMC, by IPMI's
+// solDriver declares the driver "ipmi-sol": the serial console of a BMC, by IPMI's
 // serial over LAN. Its configuration is ipmi's.
-func SOLDriver() (*driver.Definition, error) {
+func solDriver() (*driver.Definition, error) {
 	return defineSOL(options{dirs: searchPath(), timeout: runTimeout})
 }
 

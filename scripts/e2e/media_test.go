@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"crypto/rand"
+	"crypto/sha256"
 	"crypto/tls"
 	"crypto/x509"
 	"fmt"
@@ -12,6 +13,7 @@ import (
 	"net/http"
 	"os"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -133,4 +135,20 @@ func TestMediaFromTheBox(t *testing.T) {
 	look("inserted again", http.StatusOK)
 	b.cli("metal", "media", machine, "eject")
 	look("ejected", http.StatusNotFound)
+
+	// Firmware goes the same way: the box pushes it, or has the BMC fetch it.
+	for version, faults := range map[string][]bmctest.Fault{"2.0": nil, "2.1": {bmctest.NoFirmwarePush}} {
+		b.Redfish.SetFaults(faults...)
+		image := bmctest.FirmwareImage("BIOS", version)
+		path, sum := filepath.Join(b.Dir, "bios-"+version+".bin"), fmt.Sprintf("%x", sha256.Sum256(image))
+		b.must(os.WriteFile(path, image, 0o600))
+		b.cli("artifact", "import", path, "--name", filepath.Base(path), "--format", "raw")
+		b.cli("metal", "firmware", machine, "update", "--component", "BIOS", "--url", "artifact://"+filepath.Base(path), "--sha256", sum, "--version", version)
+		if log := b.Redfish.Log(); !slices.Contains(log, "firmware BIOS "+version) {
+			t.Errorf("the BMC's log after the update to %s is %q", version, log)
+		}
+	}
+	b.Redfish.SetFaults()
+	b.refused([]string{"the box itself"}, "metal", "firmware", machine, "update", "--component", "BIOS", "--url", "https://127.0.0.1:7444/m/x/y.bin", "--sha256", strings.Repeat("0", 64))
+	b.refused([]string{"the box itself"}, "metal", "firmware", machine, "update", "--component", "BIOS", "--url", "http://"+lab.SiteLAN+"/y.bin", "--sha256", strings.Repeat("0", 64))
 }

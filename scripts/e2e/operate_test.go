@@ -1,7 +1,10 @@
 package e2e
 
 import (
+	"encoding/json"
 	"fmt"
+	"os"
+	"path/filepath"
 	"strings"
 	"testing"
 	"time"
@@ -26,6 +29,22 @@ func overRedfish(t *testing.T) *bench {
 	return b
 }
 
+// jsonDrives are the names of the machine's drives, as its inspection tells them.
+func (b *bench) jsonDrives() []string {
+	b.t.Helper()
+	var found struct {
+		Drives []struct{ Serial string }
+	}
+	if err := json.Unmarshal([]byte(b.cli("metal", "inspect-bmc", redfishMachine)), &found); err != nil || len(found.Drives) < 2 {
+		b.t.Fatalf("inspect-bmc has %d drives, %v, want two at least", len(found.Drives), err)
+	}
+	var names []string
+	for _, d := range found.Drives {
+		names = append(names, d.Serial)
+	}
+	return names
+}
+
 // TestBMCVerbs asks a Redfish BMC, by the program that people use, for what its
 // driver serves.
 func TestBMCVerbs(t *testing.T) {
@@ -41,6 +60,19 @@ func TestBMCVerbs(t *testing.T) {
 			t.Errorf("%s = %q, want %q in it", strings.Join(args, " "), got, tt.want)
 		}
 	}
+	// What changes a machine's set-up goes all the way too.
+	drives := b.jsonDrives()
+	layout := filepath.Join(b.Dir, "layout.json")
+	b.must(os.WriteFile(layout, fmt.Appendf(nil, `{"volumes":[{"name":"os","level":"1","drives":[%q,%q]}]}`, drives[0], drives[1]), 0o600))
+	b.cli("metal", "bios", redfishMachine, "apply", "BootMode=Bios")
+	b.cli("metal", "raid", redfishMachine, "apply", layout)
+	if log := strings.Join(b.Redfish.Log(), "\n"); strings.Count(log, "bios set BootMode=Bios") != 1 || strings.Count(log, "volume create") != 1 {
+		t.Errorf("the BMC's log is\n%s\nwant one setting and one volume", log)
+	}
+	if got := b.cli("metal", "raid", redfishMachine); !strings.Contains(got, `"os"`) {
+		t.Errorf("raid = %s, want the volume", got)
+	}
+	b.refused([]string{"invalid-args", "NoSuchName"}, "metal", "bios", redfishMachine, "apply", "NoSuchName=1")
 	b.refused([]string{"INVALID_INPUT"}, "metal", "media", redfishMachine, "insert", "file:///etc/passwd")
 	// The machine follows its box at once, but not in the same moment.
 	for began := time.Now(); !strings.Contains(b.cli("metal", "show", redfishMachine), "protected"); time.Sleep(50 * time.Millisecond) {

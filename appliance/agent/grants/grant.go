@@ -54,8 +54,8 @@ func BMC(address string) string { return bmcPrefix + address }
 // Machine is the target of a machine, by its id.
 func Machine(id string) string { return machinePrefix + id }
 
-// Nameable reports whether a grant can hold the target.
-func Nameable(target string) bool {
+// nameable reports whether a grant can hold the target.
+func nameable(target string) bool {
 	rest, ok := strings.CutPrefix(target, bmcPrefix)
 	if !ok {
 		rest, ok = strings.CutPrefix(target, machinePrefix)
@@ -68,7 +68,7 @@ func Nameable(target string) bool {
 // can name.
 func Sorted(targets []string) ([]string, error) {
 	for _, t := range targets {
-		if !Nameable(t) {
+		if !nameable(t) {
 			return nil, errs.New(errs.GrantInvalid, "target %.80q: want bmc:HOST:PORT or machine:ID", t)
 		}
 	}
@@ -127,7 +127,7 @@ func Parse(payload []byte) (*agentv1.Grant, error) {
 		return bad("%d artifacts; at most %d", len(g.GetArtifactSha256()), maxArtifacts)
 	}
 	for _, a := range g.GetArtifactSha256() {
-		if !IsDigest(a) {
+		if !isDigest(a) {
 			return bad("artifact %.80q: want 64 lower-case hex digits", a)
 		}
 	}
@@ -157,8 +157,8 @@ func readable(s string) bool {
 	return strings.TrimSpace(s) != "" && len(s) <= maxReason && utf8.ValidString(s) && !strings.ContainsFunc(s, func(r rune) bool { return !unicode.IsPrint(r) })
 }
 
-// IsDigest reports whether s is a SHA-256 in lower-case hex.
-func IsDigest(s string) bool {
+// isDigest reports whether s is a SHA-256 in lower-case hex.
+func isDigest(s string) bool {
 	raw, err := hex.DecodeString(s)
 	return err == nil && len(raw) == sha256.Size && strings.ToLower(s) == s
 }

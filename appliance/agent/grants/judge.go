@@ -42,7 +42,7 @@ func (c Command) name() string { return strings.TrimSpace(c.Operation + " " + c.
 // unnameable are its targets that no grant can hold: what a configuration leads to
 // that names nothing known here.
 func (c Command) unnameable() []string {
-	return slices.DeleteFunc(slices.Clone(c.Targets), Nameable)
+	return slices.DeleteFunc(slices.Clone(c.Targets), nameable)
 }
 
 // counted are targets as the windows count them. A host name can stand for
@@ -229,7 +229,7 @@ func cited(c Command, p Policy, past Past, m Moment) (*agentv1.Grant, error) {
 	covered := 0
 	for _, t := range c.Targets {
 		switch {
-		case !Nameable(t):
+		case !nameable(t):
 			continue
 		case !proven[t]:
 			return bad("grant %s is not cited for the target %s", id, t)
@@ -279,7 +279,7 @@ func proofs(g *agentv1.Grant, list []*agentv1.TargetProof) (map[string]bool, err
 	}
 	proven := map[string]bool{}
 	for _, p := range list {
-		if !Nameable(p.GetTarget()) || !Proven(p, g.GetTargetCount(), g.GetTargetsRoot()) {
+		if !nameable(p.GetTarget()) || !Proven(p, g.GetTargetCount(), g.GetTargetsRoot()) {
 			return nil, errs.New(errs.GrantInvalid, "grant %s does not hold the target %.80q: its proof does not lead to the grant's root", g.GetGrantId(), p.GetTarget())
 		}
 		proven[p.GetTarget()] = true

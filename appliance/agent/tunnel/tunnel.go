@@ -155,7 +155,7 @@ func fromWire(err error) error {
 	for _, d := range refused.Details() {
 		if m, derr := d.Value(); derr == nil {
 			if e, ok := m.(*agentv1.Error); ok {
-				return &errs.Error{Code: errs.Code(e.GetCode()), Message: e.GetMessage(), Retryable: e.GetRetryable()}
+				return told(e)
 			}
 		}
 	}
@@ -165,9 +165,13 @@ func fromWire(err error) error {
 // closed is what a close frame says, or plain where it is a plain end.
 func closed(m *agentv1.TunnelClose, plain error) error {
 	if e := m.GetError(); e != nil {
-		return &errs.Error{Code: errs.Code(e.GetCode()), Message: e.GetMessage(), Retryable: e.GetRetryable()}
+		return told(e)
 	}
 	return plain
+}
+
+func told(e *agentv1.Error) error {
+	return &errs.Error{Code: errs.Code(e.GetCode()), Message: e.GetMessage(), Retryable: e.GetRetryable()}
 }
 
 // receive hands frames to the reader until the stream ends.
@@ -371,6 +375,11 @@ func (c *Conn) CloseWith(why *errs.Error) {
 		case <-c.over:
 			open = false
 		}
+	}
+	// Both have said that it is over: a stream that is cut now may lose the close
+	// that still waits to be sent, and the other side would take that for a broken line.
+	if err == nil && errors.Is(c.why, io.EOF) {
+		_, _ = c.wire.Receive()
 	}
 	c.cut()
 	c.failing.Lock()

@@ -27,3 +27,22 @@ func TestNeverPrints(t *testing.T) {
 		t.Errorf("Reveal() = %q", got)
 	}
 }
+
+func TestLogin(t *testing.T) {
+	for _, tt := range []struct {
+		in, username, password string
+		ok                     bool
+	}{
+		{`{"username":"admin","password":"pw","realm":"x"}`, "admin", "pw", true},
+		{`{"username":"admin"}`, "admin", "", true},
+		{`{"username":"admin","password":7}`, "", "", false},
+		{`["admin","pw"]`, "", "", false},
+		{`pw`, "", "", false},
+		{``, "", "", false},
+	} {
+		username, password, ok := Login(New([]byte(tt.in)))
+		if string(username.Reveal()) != tt.username || string(password.Reveal()) != tt.password || ok != tt.ok {
+			t.Errorf("Login(%s) = %q, %q, %t, want %q, %q, %t", tt.in, username.Reveal(), password.Reveal(), ok, tt.username, tt.password, tt.ok)
+		}
+	}
+}

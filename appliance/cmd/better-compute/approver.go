@@ -59,6 +59,7 @@ func gatewayBundle(ctx context.Context, args []string, std stdio) error {
 		{"show", "print whom boxes obey", bundleShow},
 		{"add-approver", "let people approve destructive work", bundleAdd},
 		{"remove-approver", "take that right from people", bundleRemove},
+		{"set", "say how many must agree, and from how many targets on", bundleSet},
 	}, args, std)
 }
 
@@ -173,4 +174,15 @@ func bundleRemove(_ context.Context, args []string, std stdio) error {
 		return err
 	}
 	return c.make(func(b *agentv1.TrustBundle) error { return keys.RemoveApprovers(b, rest, uint32(*c.threshold)) })
+}
+
+func bundleSet(_ context.Context, args []string, std stdio) error {
+	c := newBundleChange("gateway bundle set --dir DIR --root FILE [--threshold N] [--targets-10m N] [--targets-24h N]", std)
+	if _, err := c.parse(args, 0, 0); err != nil {
+		return err
+	}
+	if *c.threshold == 0 && *c.in10m == 0 && *c.in24hours == 0 {
+		return fmt.Errorf("nothing is given that would change; usage: better-compute %s", c.usage)
+	}
+	return c.make(func(b *agentv1.TrustBundle) error { return keys.AddApprovers(b, nil, uint32(*c.threshold)) })
 }

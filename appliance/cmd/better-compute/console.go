@@ -216,8 +216,8 @@ func (p *person) once(ctx context.Context, service computev1connect.MetalService
 		select {
 		case f := <-parts:
 			switch {
-			case f.err != nil && left == nil:
-				return opened, errLeft
+			case f.err != nil && left == nil && (opened || !connect.IsWireError(f.err)):
+				return opened, errLeft // an opening that was refused is told all the same
 			case errors.Is(f.err, io.EOF):
 				return opened, nil
 			case f.err != nil:

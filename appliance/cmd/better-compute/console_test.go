@@ -316,3 +316,23 @@ func TestSiteHTTPCleansTheTerminal(t *testing.T) {
 		t.Errorf("printed %q, %d, %v", out.String(), n, err)
 	}
 }
+
+// TestConsoleRefusedWithoutKeys: who has nothing to type is told too that the
+// console was refused.
+func TestConsoleRefusedWithoutKeys(t *testing.T) {
+	hung := make(chan struct{})
+	f := &far{calls: []openings{func(_ context.Context, _ *computev1.ConsoleOpen, s *connect.BidiStream[computev1.ConsoleRequest, computev1.ConsoleResponse]) error {
+		_, err := s.Receive() // the near end has hung up
+		close(hung)
+		if !errors.Is(err, io.EOF) {
+			t.Errorf("the near end sent %v, want its end", err)
+		}
+		return wireError(connect.CodeNotFound, "not-found", "there is no such machine")
+	}}}
+	p, _, _ := newPerson(t, f)
+	p.keys.Close()
+	if err := p.run(); err == nil || !strings.Contains(err.Error(), "no such machine") {
+		t.Errorf("run() = %v, want the refusal", err)
+	}
+	<-hung
+}

@@ -80,6 +80,18 @@ func TestApproverKeys(t *testing.T) {
 	if err != nil || !strings.Contains(out, "version 2") || !strings.Contains(out, "2 approvers must agree from 3 targets in 10 minutes or 20 in 24 hours") {
 		t.Fatalf("add-approver = %q, %v", out, err)
 	}
+	set := func(args ...string) (string, error) {
+		return c.ownCommand(append([]string{"gateway", "bundle", "set", "--dir", c.dir, "--root", root}, args...)...)
+	}
+	if _, err := set(); err == nil || !strings.Contains(err.Error(), "nothing is given") {
+		t.Errorf("bundle set without a number = %v", err)
+	}
+	if out, err := set("--targets-24h", "9"); err != nil || !strings.Contains(out, "version 3") || !strings.Contains(out, "2 approvers must agree from 3 targets in 10 minutes or 9 in 24 hours") {
+		t.Errorf("bundle set = %q, %v", out, err)
+	}
+	if _, err := set("--threshold", "3"); err == nil {
+		t.Error("a threshold of three of two approvers was taken")
+	}
 	key, err := keys.ReadPrivate(files[0])
 	if err != nil {
 		t.Fatal(err)
@@ -94,7 +106,7 @@ func TestApproverKeys(t *testing.T) {
 	if _, err := remove(id[:4]); err == nil {
 		t.Error("remove-approver of four digits = nil, want a refusal")
 	}
-	if out, err := remove("--threshold", "1", id[:12]); err != nil || !strings.Contains(out, "version 3") || strings.Contains(out, id) || !strings.Contains(out, "1 approvers: boxes ask for no grants") {
+	if out, err := remove("--threshold", "1", id[:12]); err != nil || !strings.Contains(out, "version 4") || strings.Contains(out, id) || !strings.Contains(out, "1 approvers: boxes ask for no grants") {
 		t.Errorf("remove-approver = %q, %v", out, err)
 	}
 	// Every bundle follows from the one before: the gateway takes them all.

@@ -201,8 +201,7 @@ func metalPower(ctx context.Context, args []string, std stdio) error {
 		_, err = fmt.Fprintf(std.err, "power %s accepted (command %s)\n", rest[1], res.CommandId)
 		return err
 	case people:
-		_, err = fmt.Fprintf(std.err, "a person is asked: power %s of %s (command %s); who did it says so with better-compute metal confirm-power %s on|off\n", rest[1], rest[0], res.CommandId, rest[0])
-		return err
+		return askPeople(ctx, c, f, std, rest[0], rest[1], res.CommandId)
 	}
 	_, err = fmt.Fprintf(std.err, "power %s done (command %s)\n", rest[1], res.CommandId)
 	return err

@@ -138,8 +138,6 @@ func ended(std stdio, f *flags, what, id string, res *computev1.GetCommandRespon
 	if res.ErrorCode != "" {
 		hint := ""
 		switch res.ErrorCode {
-		case "quorum-required":
-			hint = "; people must approve it first: better-compute grant propose"
 		case "binding-mismatch":
 			hint = "; better-compute metal rebind tells the site what belongs to this BMC"
 		case "interrupted", "timeout", "unreachable", "bmc-error":

@@ -1,6 +1,7 @@
 package main
 
 import (
+	"cmp"
 	"context"
 	"encoding/pem"
 	"fmt"
@@ -24,6 +25,7 @@ type desk struct {
 	mu     sync.Mutex
 	asked  []string
 	answer string                          // of queries
+	driver string                          // of the machine's BMC; none: redfish
 	states []*computev1.GetCommandResponse // of the command, one a look; the last stays
 }
 
@@ -51,9 +53,14 @@ func (d *desk) GetCommand(_ context.Context, req *connect.Request[computev1.GetC
 	return connect.NewResponse(state), nil
 }
 
+func (d *desk) SetPower(_ context.Context, req *connect.Request[computev1.SetPowerRequest]) (*connect.Response[computev1.SetPowerResponse], error) {
+	d.note("%s power %s", req.Msg.Machine, req.Msg.Action)
+	return connect.NewResponse(&computev1.SetPowerResponse{CommandId: "cmd_1"}), nil
+}
+
 func (d *desk) Get(context.Context, *connect.Request[computev1.GetMachineRequest]) (*connect.Response[computev1.GetMachineResponse], error) {
 	return connect.NewResponse(&computev1.GetMachineResponse{Machine: &computev1.Machine{Name: "m1", Protected: true,
-		Bmc: &computev1.Bmc{Driver: "redfish", Address: "10.0.0.5", CredentialsRef: "secret://acme/a", TlsSpkiSha256: "ab", DriverOptionsJson: "{}"}}}), nil
+		Bmc: &computev1.Bmc{Driver: cmp.Or(d.driver, "redfish"), Address: "10.0.0.5", CredentialsRef: "secret://acme/a", TlsSpkiSha256: "ab", DriverOptionsJson: "{}"}}}), nil
 }
 
 func (d *desk) RotateCredentials(_ context.Context, req *connect.Request[computev1.RotateCredentialsRequest]) (*connect.Response[computev1.RotateCredentialsResponse], error) {
@@ -167,7 +174,7 @@ func TestFollowCommand(t *testing.T) {
 		t.Errorf("printed %q and %q, %v", out, notes, err)
 	}
 	d.states = []*computev1.GetCommandResponse{{State: "done", ErrorCode: "quorum-required", ErrorMessage: "needs\x1b people"}}
-	if _, _, err := run("", "bios", "m1", "reset"); err == nil || !strings.Contains(err.Error(), "quorum-required: needs· people; people must approve it first: better-compute grant propose (command cmd_1)") {
+	if _, _, err := run("", "bios", "m1", "reset"); err == nil || !strings.Contains(err.Error(), "quorum-required: needs· people (command cmd_1)") {
 		t.Errorf("a command that needs a grant = %v", err)
 	}
 	d.states = []*computev1.GetCommandResponse{{State: "done", ErrorCode: "unreachable", ErrorMessage: "no answer"}}
@@ -179,5 +186,29 @@ func TestFollowCommand(t *testing.T) {
 	out, _, err = run("", "command", "cmd_1", "--wait", "--json")
 	if err == nil || !strings.Contains(out, `"error_code"`) {
 		t.Errorf("command --json printed %q, %v", out, err)
+	}
+}
+
+// TestPowerByPeople: a person is said to be asked once the box has asked, and what
+// nobody is asked for is an error.
+func TestPowerByPeople(t *testing.T) {
+	for _, tt := range []struct {
+		name   string
+		states []*computev1.GetCommandResponse
+		notes  string
+		err    string
+	}{
+		{"asked", []*computev1.GetCommandResponse{{State: "queued"}, {State: "received", Progress: "asked: somebody"}}, "a person is asked: power cycle of m1 (command cmd_1)", ""},
+		{"refused", []*computev1.GetCommandResponse{{State: "received"}, {State: "done", ErrorCode: "unsupported-operation", ErrorMessage: "not by people"}}, "", "unsupported-operation: not by people"},
+		{"done at once", []*computev1.GetCommandResponse{{State: "done", ResultJson: "null"}}, "power cycle: done", ""},
+	} {
+		d := &desk{driver: "manual", states: tt.states}
+		_, notes, err := deskCLI(t, d)("", "power", "m1", "cycle")
+		if (err != nil) != (tt.err != "") || err != nil && !strings.Contains(err.Error(), tt.err) {
+			t.Errorf("%s: metal power = %v, want %q", tt.name, err, tt.err)
+		}
+		if !strings.Contains(notes, tt.notes) || tt.err != "" && strings.Contains(notes, "a person is asked") {
+			t.Errorf("%s: printed %q, want %q", tt.name, notes, tt.notes)
+		}
 	}
 }

@@ -18,6 +18,7 @@ import (
 	"github.com/better-compute/site-appliance/appliance/gateway/commands"
 	"github.com/better-compute/site-appliance/appliance/gateway/metal"
 	"github.com/better-compute/site-appliance/appliance/gateway/placement"
+	"github.com/better-compute/site-appliance/appliance/gateway/settle"
 	"github.com/better-compute/site-appliance/appliance/gateway/store"
 	"github.com/better-compute/site-appliance/bmc/bmcv1"
 )
@@ -193,7 +194,7 @@ func (s metalService) RotateCredentials(ctx context.Context, req *connect.Reques
 func busy(err error) error {
 	e := errs.From(err)
 	switch e.Code {
-	case "credential-shared", "rotation-in-progress":
+	case settle.Shared, settle.InProgress:
 		return apierr.Busy(string(e.Code), "%s", e.Message)
 	}
 	return err
@@ -215,16 +216,12 @@ func (s metalService) RebindBmc(ctx context.Context, req *connect.Request[comput
 			return nil, err
 		}
 	}
-	box, enrolled, err := s.siteAgent(ctx, m.SiteID)
-	switch {
-	case err != nil:
-		return nil, err
-	case s.Settle == nil:
+	if s.Settle == nil {
 		return nil, apierr.Cannot("rebind-unsupported", "this gateway rebinds nothing")
-	case !enrolled:
-		return nil, errs.Retry(errs.Unavailable, "the site's box has not enrolled yet")
-	case !s.Online(box.ID):
-		return nil, errs.Retry(errs.Unavailable, "the site's box is offline")
+	}
+	box, err := s.box(ctx, m.SiteID)
+	if err != nil {
+		return nil, err
 	}
 	c := metal.BindCommand(bmc, in.Protected)
 	id, err := s.Settle.Rebind(ctx, store.Rebind{MachineID: m.ID, BMC: bmc, Protected: in.Protected},

@@ -36,9 +36,9 @@ type Tunnels interface {
 }
 
 const (
-	// settle is how long a command may take to tell its outcome after its tunnel
+	// outcomeWithin is how long a command may take to tell its outcome after its tunnel
 	// ended, and to be told that nobody waits any more.
-	settle = 10 * time.Second
+	outcomeWithin = 10 * time.Second
 	// maxHead bounds what comes before the body of a proxied answer.
 	maxHead = 256 << 10
 	// streamChunk bounds the bytes of one message to a person.
@@ -75,7 +75,7 @@ func (a *API) throughTunnel(ctx context.Context, spec commands.Spec, started fun
 		if ended {
 			return
 		}
-		late, cancel := context.WithTimeout(context.WithoutCancel(ctx), settle)
+		late, cancel := context.WithTimeout(context.WithoutCancel(ctx), outcomeWithin)
 		defer cancel()
 		if err := a.CancelCommand(late, spec.ID); err != nil {
 			a.Log.Warn("command not cancelled", "command", spec.ID, "err", err)
@@ -138,7 +138,7 @@ func (a *API) throughTunnel(ctx context.Context, spec commands.Spec, started fun
 		return nil, ticket.Why() // the gateway stops
 	default:
 	}
-	timer := time.NewTimer(settle)
+	timer := time.NewTimer(outcomeWithin)
 	defer timer.Stop()
 	select {
 	case e := <-done:

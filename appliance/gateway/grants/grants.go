@@ -18,8 +18,8 @@ import (
 	"github.com/better-compute/site-appliance/plugins/driver/invocation"
 )
 
-// DefaultLife is how long a grant holds whose proposer does not say.
-const DefaultLife = time.Hour
+// defaultLife is how long a grant holds whose proposer does not say.
+const defaultLife = time.Hour
 
 // backdate is how far before its proposal a grant begins: a box's gateway time may
 // lie behind by what the line takes.
@@ -70,7 +70,7 @@ type Proposal struct {
 	Machines   []store.Machine
 	Artifacts  []string
 	Uses       uint32        // of each target; 0: 1
-	Valid      time.Duration // 0: DefaultLife
+	Valid      time.Duration // 0: defaultLife
 	Reason     string
 }
 
@@ -88,7 +88,7 @@ func (s *Service) Propose(ctx context.Context, p Proposal) (store.Grant, error) 
 	}
 	now := s.store.Now()
 	if p.Valid == 0 {
-		p.Valid = DefaultLife
+		p.Valid = defaultLife
 	}
 	ends := now.Add(p.Valid)
 	begins := now.Add(-backdate)
@@ -118,7 +118,7 @@ func targetsOf(operations []*agentv1.GrantOperation, machines []store.Machine) (
 	for _, o := range operations {
 		t, known := touched[o.GetKind()]
 		switch {
-		case !known && !hasBMC(o.GetKind()):
+		case !known && !operates(o.GetKind()):
 			return nil, apierr.Invalid("operations: kind %.80q is none that a grant is for", o.GetKind())
 		case !known:
 			t.bmc = true
@@ -145,8 +145,6 @@ func targetsOf(operations []*agentv1.GrantOperation, machines []store.Machine) (
 	}
 	return sorted, nil
 }
-
-func hasBMC(kind string) bool { return len(kind) > 4 && kind[:4] == "bmc." }
 
 // Approve adds an approver's signature. Signing twice changes nothing.
 func (s *Service) Approve(ctx context.Context, tenantID, id string, sig *agentv1.Signature) (store.Grant, error) {

@@ -166,7 +166,7 @@ func TestCite(t *testing.T) {
 	if got := d.cited("site_acme", power("ipmi", "10.0.0.1", "cycle")); got != "" {
 		t.Errorf("cited %q, another tenant's", got)
 	}
-	d.now = d.now.Add(DefaultLife)
+	d.now = d.now.Add(defaultLife)
 	if got := d.cited("site_acme", off); got != "" {
 		t.Errorf("cited %q after its end", got)
 	}

@@ -45,7 +45,7 @@ var readers = map[string]func(p *agentv1.CommandPayload, machine string) (Subjec
 			return Subject{}, false
 		}
 		target, ok := bmc(req.GetAddress(), req.GetDriver())
-		return Subject{Operation: "bind", Targets: []string{target}}, ok
+		return Subject{Operation: "bind", Action: addressbook.BindAction(req.GetProtected()), Targets: []string{target}}, ok
 	},
 	assignKind: func(p *agentv1.CommandPayload, _ string) (Subject, bool) {
 		var req pxev1.AssignRequest
@@ -124,7 +124,7 @@ func addresses(v any) (out []string) {
 func Describe(p *agentv1.CommandPayload, machine string) (s Subject, ok bool) {
 	if read := readers[p.GetKind()]; read != nil {
 		s, ok = read(p, machine)
-	} else if strings.HasPrefix(p.GetKind(), "bmc.") {
+	} else if operates(p.GetKind()) {
 		s, ok = operation(p)
 	}
 	if !ok {
@@ -135,6 +135,9 @@ func Describe(p *agentv1.CommandPayload, machine string) (s Subject, ok bool) {
 	s.Targets, err = grants.Sorted(s.Targets)
 	return s, err == nil
 }
+
+// operates reports whether a kind is for a BMC.
+func operates(kind string) bool { return strings.HasPrefix(kind, "bmc.") }
 
 // operation reads one operation on a BMC.
 func operation(p *agentv1.CommandPayload) (Subject, bool) {

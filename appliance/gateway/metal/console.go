@@ -12,8 +12,8 @@ import (
 	"github.com/better-compute/site-appliance/plugins/driver"
 )
 
-// MaxHistory bounds what a console shows of what the machine said before, in bytes.
-const MaxHistory = 256 << 10
+// maxHistory bounds what a console shows of what the machine said before, in bytes.
+const maxHistory = 256 << 10
 
 // consoleOf are the drivers that serve the console of machines whose BMC driver
 // has none itself, where nobody bound another.
@@ -23,8 +23,8 @@ var consoleOf = map[string]string{"ipmi": "ipmi-sol"}
 // binding of kind console names, else by the one that goes with its BMC's driver,
 // else by that itself where kinds, which the site's agent names for it, say so.
 func ConsoleCommand(m store.Machine, kinds []string, takeover bool, history uint32) (Command, error) {
-	if history > MaxHistory {
-		return Command{}, apierr.Invalid("history_bytes %d: want at most %d", history, MaxHistory)
+	if history > maxHistory {
+		return Command{}, apierr.Invalid("history_bytes %d: want at most %d", history, maxHistory)
 	}
 	b := m.BMC
 	switch bound, ok := m.Drivers["console"]; {
@@ -36,7 +36,7 @@ func ConsoleCommand(m store.Machine, kinds []string, takeover bool, history uint
 	case consoleOf[b.Driver] != "":
 		b.Driver = consoleOf[b.Driver]
 	case !slices.Contains(kinds, "console"):
-		return Command{}, apierr.Cannot(unsupported, "driver %s has no serial console: where the BMC serves IPMI's, enroll the machine with console=ipmi-sol", b.Driver)
+		return Command{}, apierr.Cannot(unsupported, "driver %s has no serial console: where the BMC serves IPMI's, enroll the machine with --driver console=ipmi-sol", b.Driver)
 	}
 	args, err := json.Marshal([]any{struct {
 		Takeover bool   `json:"takeover,omitempty"`

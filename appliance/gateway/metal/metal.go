@@ -64,7 +64,7 @@ func ParseBMC(tenantID string, b *computev1.Bmc) (store.BMC, error) {
 	if !validAddress(b.GetAddress()) {
 		return store.BMC{}, apierr.Invalid("bmc.address %q: want a host name or an IP address, with an optional port", b.GetAddress())
 	}
-	if err := CheckRef(tenantID, b.GetCredentialsRef()); err != nil {
+	if err := checkRef(tenantID, b.GetCredentialsRef()); err != nil {
 		return store.BMC{}, err
 	}
 	pin := strings.ToLower(b.GetTlsSpkiSha256())
@@ -89,7 +89,7 @@ type without struct {
 }
 
 var withoutBMC = map[string]without{
-	WakeOnLAN: {regexp.MustCompile(`^([0-9A-Fa-f]{2}[:-]){5}[0-9A-Fa-f]{2}(@[A-Za-z0-9][A-Za-z0-9._-]{0,14})?$`), "the MAC that wakes the machine, such as 52:54:00:12:34:56, alone or with @ and a LAN of the site"},
+	wakeOnLAN: {regexp.MustCompile(`^([0-9A-Fa-f]{2}[:-]){5}[0-9A-Fa-f]{2}(@[A-Za-z0-9][A-Za-z0-9._-]{0,14})?$`), "the MAC that wakes the machine, such as 52:54:00:12:34:56, alone or with @ and a LAN of the site"},
 	Manual:    {regexp.MustCompile(`^[A-Za-z0-9]([A-Za-z0-9._-]{0,62}[A-Za-z0-9])?$`), "the name on the machine's label: at most 64 letters, digits, dots, underscores and hyphens"},
 }
 
@@ -103,9 +103,9 @@ func (w without) check(b *computev1.Bmc) error {
 	return nil
 }
 
-// CheckRef wants secret://<tenant>/<name> of this tenant. The value is never
+// checkRef wants secret://<tenant>/<name> of this tenant. The value is never
 // repeated in the error: it may be a secret that somebody typed by mistake.
-func CheckRef(tenantID, ref string) error {
+func checkRef(tenantID, ref string) error {
 	tenant, err := secretstore.TenantOf(ref)
 	switch {
 	case err != nil:
@@ -181,8 +181,8 @@ const (
 // Query is the kind of what only asks.
 const Query = "bmc.query"
 
-// WakeOnLAN is the driver of machines that a packet switches on.
-const WakeOnLAN = "wol"
+// wakeOnLAN is the driver of machines that a packet switches on.
+const wakeOnLAN = "wol"
 
 // Verb is what a person asks for; it needs operations of the BMC's driver.
 type Verb string
@@ -214,7 +214,7 @@ var serves = map[string][]string{
 		"management.getSecureBoot", "management.setSecureBoot", "virtual-media.insert", "virtual-media.eject", "virtual-media.status", "inspect.inspect",
 		"bios.getSettings", "bios.applySettings", "bios.resetSettings", "raid.getLayout", "raid.applyLayout", "firmware.list", "firmware.update", Rotation,
 	},
-	WakeOnLAN: {GetPower, SetPower},
+	wakeOnLAN: {GetPower, SetPower},
 	Manual:    {GetPower, SetPower},
 }
 

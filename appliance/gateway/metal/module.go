@@ -25,7 +25,7 @@ var builtIn = []driver.Manifest{
 		Kinds:     []string{"bios", "credentials", "firmware", "inspect", "management", "power", "raid", "virtual-media"},
 		RetrySafe: metal.RetrySafe("bios", "firmware", "inspect", "management", "power", "raid", "virtual-media"),
 	},
-	{ID: WakeOnLAN, Version: "1.0.0", RunsOn: "site", Kinds: []string{"power"}, RetrySafe: []string{GetPower, SetPower}},
+	{ID: wakeOnLAN, Version: "1.0.0", RunsOn: "site", Kinds: []string{"power"}, RetrySafe: []string{GetPower, SetPower}},
 	{ID: Manual, Version: "1.0.0", RunsOn: "site", Kinds: []string{"power"}, RetrySafe: []string{GetPower, SetPower}},
 	{ID: "ipxe", Version: "1.0.0", RunsOn: "site", Kinds: []string{"boot"}},
 	{ID: "image-stream", Version: "1.0.0", RunsOn: "ramdisk", Kinds: []string{"deploy"}},

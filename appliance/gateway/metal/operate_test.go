@@ -92,7 +92,7 @@ func TestRotateCommand(t *testing.T) {
 		!slices.Equal(c.SecretRefs, []string{overRedfish.CredentialsRef, pending}) {
 		t.Errorf("RotateCommand() = %+v", c)
 	}
-	if _, err := RotateCommand(store.BMC{Driver: WakeOnLAN, Address: "52:54:00:12:34:56"}); errs.CodeOf(err) != errs.InvalidConfig {
+	if _, err := RotateCommand(store.BMC{Driver: wakeOnLAN, Address: "52:54:00:12:34:56"}); errs.CodeOf(err) != errs.InvalidConfig {
 		t.Errorf("RotateCommand() without a credential = %v, want invalid-config", err)
 	}
 }

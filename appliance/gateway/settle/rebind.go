@@ -25,7 +25,7 @@ func (s *Service) Rebind(ctx context.Context, r store.Rebind, spec commands.Spec
 
 // rebind takes one rebinding further.
 func (s *Service) rebind(ctx context.Context, r store.Rebind) (open bool, err error) {
-	outcome, _, open, err := s.ended(ctx, r.CommandID)
+	outcome, open, err := s.ended(ctx, r.CommandID)
 	if err != nil || open {
 		return open, err
 	}

@@ -175,7 +175,7 @@ func (s *Service) rotation(ctx context.Context, r store.Rotation) (open bool, wa
 		}
 		return s.resume(ctx, r)
 	}
-	outcome, _, open, err := s.ended(ctx, r.CommandID)
+	outcome, open, err := s.ended(ctx, r.CommandID)
 	if err != nil || open {
 		return open, 0, err
 	}

@@ -175,23 +175,23 @@ func (s *Service) look(ctx context.Context) (time.Duration, error) {
 
 // ended is how a command ended; open while it did not. One that is not there was
 // never kept, and so never sent.
-func (s *Service) ended(ctx context.Context, id string) (err *errs.Error, result []byte, open bool, failure error) {
+func (s *Service) ended(ctx context.Context, id string) (err *errs.Error, open bool, failure error) {
 	s.mu.Lock()
 	starting := s.starting[id]
 	s.mu.Unlock()
 	if starting {
-		return nil, nil, true, nil
+		return nil, true, nil
 	}
 	c, failure := s.c.Store.Command(ctx, id)
 	switch {
 	case errors.Is(failure, store.ErrNotFound):
-		return errs.New(errs.Expired, "it was never sent"), nil, false, nil
+		return errs.New(errs.Expired, "it was never sent"), false, nil
 	case failure != nil:
-		return nil, nil, true, failure
+		return nil, true, failure
 	case c.State != store.CommandDone:
-		return nil, nil, true, nil
+		return nil, true, nil
 	}
-	return c.Err, c.Result, false, nil
+	return c.Err, false, nil
 }
 
 // box is the identity that stands for a site now.

@@ -209,7 +209,7 @@ func (p *Proxy) locate(ctx context.Context, u *url.URL) (place, error) {
 	networks := p.networks()
 	var chosen netip.Addr
 	for _, a := range addrs {
-		if why := refuse(a, own, bmcs); why != "" {
+		if why := Refuse(a, own, bmcs); why != "" {
 			return place{}, forbidden(host, why)
 		}
 		if !chosen.IsValid() && slices.ContainsFunc(networks, func(n netip.Prefix) bool { return n.Contains(a) }) {
@@ -230,8 +230,9 @@ func forbidden(host, why string) error {
 	return errs.New(errs.OperationNotAllowed, "%s %s: no request goes there", host, why)
 }
 
-// refuse says why no request may go to an address, whatever network it lies in.
-func refuse(a netip.Addr, own []netip.Addr, bmcs map[netip.Addr]bool) string {
+// Refuse says why nothing that somebody else names may be fetched from an
+// address, whatever network it lies in; empty: it may. own are the box's addresses.
+func Refuse(a netip.Addr, own []netip.Addr, bmcs map[netip.Addr]bool) string {
 	switch {
 	case a.Zone() != "":
 		return "has a zone"
@@ -243,7 +244,7 @@ func refuse(a netip.Addr, own []netip.Addr, bmcs map[netip.Addr]bool) string {
 		return "is no address of one host"
 	case a.IsLinkLocalUnicast():
 		return "is a link-local address"
-	case translated(a):
+	case addressbook.Translated(a):
 		return "is an IPv6 address that stands for an IPv4 one"
 	case slices.Contains(own, a):
 		return "is the box itself"
@@ -251,17 +252,6 @@ func refuse(a netip.Addr, own []netip.Addr, bmcs map[netip.Addr]bool) string {
 		return "is a BMC"
 	}
 	return ""
-}
-
-// embedding are the networks in which an IPv6 address carries an IPv4 one, which
-// something on the way may unwrap: compatible, NAT64, 6to4, Teredo.
-var embedding = []netip.Prefix{
-	netip.MustParsePrefix("::/96"), netip.MustParsePrefix("64:ff9b::/96"), netip.MustParsePrefix("64:ff9b:1::/48"),
-	netip.MustParsePrefix("2002::/16"), netip.MustParsePrefix("2001::/32"),
-}
-
-func translated(a netip.Addr) bool {
-	return a.Is6() && slices.ContainsFunc(embedding, func(p netip.Prefix) bool { return p.Contains(a) })
 }
 
 // lookup is all addresses of a host.

@@ -66,7 +66,7 @@ type Proxy struct {
 func New(o Options) *Proxy {
 	p := &Proxy{book: o.Book, networks: o.Networks, own: o.Own, resolve: o.Resolve, dial: o.Dial, roots: o.Roots, log: o.Log}
 	if p.own == nil {
-		p.own = interfaceAddrs
+		p.own = OwnAddrs
 	}
 	if p.resolve == nil {
 		p.resolve = func(ctx context.Context, host string) ([]netip.Addr, error) {
@@ -82,7 +82,8 @@ func New(o Options) *Proxy {
 	return p
 }
 
-func interfaceAddrs() ([]netip.Addr, error) {
+// OwnAddrs are the addresses of all interfaces.
+func OwnAddrs() ([]netip.Addr, error) {
 	list, err := net.InterfaceAddrs()
 	if err != nil {
 		return nil, err
@@ -229,7 +230,7 @@ func (r *request) redirected(status int, next *url.URL) {
 	if status == 303 && r.method != http.MethodHead || status <= 302 && r.method == http.MethodPost {
 		r.method, r.body = http.MethodGet, nil
 		for name := range r.headers {
-			if len(name) > 8 && name[:8] == "Content-" {
+			if strings.HasPrefix(name, "Content-") {
 				r.headers.Del(name)
 			}
 		}

@@ -14,6 +14,7 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
+	"net/url"
 	"strings"
 	"sync"
 	"time"
@@ -231,6 +232,32 @@ func (s *Server) find(r *http.Request, lan netip.Addr) *offer {
 		return nil
 	}
 	return o
+}
+
+// Own opens, for the box itself, what it serves at a URL that Offer made; no
+// reader and no error: the URL is none of an offer that stands. A box cannot be
+// its own client: its offers are for a BMC's address.
+func (s *Server) Own(ctx context.Context, address string) (io.ReadCloser, error) {
+	u, err := url.Parse(address)
+	if err != nil || u.Scheme != "https" {
+		return nil, nil
+	}
+	at, err := netip.ParseAddrPort(u.Host)
+	parts := strings.Split(u.Path, "/")
+	if err != nil || at.Port() != s.Port || len(parts) != 4 || parts[1] != "m" {
+		return nil, nil
+	}
+	s.mu.Lock()
+	o := s.offers[digestOf(parts[2])]
+	s.mu.Unlock()
+	if o == nil || o.Name != parts[3] || o.LAN != at.Addr() || o.ctx.Err() != nil {
+		return nil, nil
+	}
+	content, _, err := s.Open(ctx, o.SHA256)
+	if err != nil {
+		return nil, err
+	}
+	return content, nil
 }
 
 func (s *Server) answer(w http.ResponseWriter, r *http.Request, lan netip.Addr) {

@@ -621,6 +621,7 @@ func TestFileName(t *testing.T) {
 func FuzzFileName(f *testing.F) {
 	f.Add("debian.iso")
 	f.Add(strings.Repeat(".", 80))
+	f.Add("x" + strings.Repeat(".", 80))
 	f.Fuzz(func(t *testing.T, ref string) {
 		got := fileName(ref)
 		if got == "" || len(got) > maxName || got[0] == '.' || unlikely.MatchString(got) || !endings.MatchString(got) || fileName(got) != got {

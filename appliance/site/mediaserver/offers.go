@@ -13,6 +13,7 @@ import (
 	"net/netip"
 	"regexp"
 	"slices"
+	"strings"
 	"time"
 
 	"github.com/better-compute/site-appliance/appliance/base/atomicfile"
@@ -219,17 +220,10 @@ const maxName = 64
 // take nothing for a disc that does not end in .iso or .img.
 func fileName(ref string) string {
 	name := unlikely.ReplaceAllString(ref, "-")
-	for len(name) > 0 && name[0] == '.' {
-		name = name[1:]
-	}
+	name = name[max(0, len(name)-maxName):] // the ending counts
+	name = strings.TrimLeft(name, ".")
 	if name == "" || digestPattern.MatchString(name) {
 		return "image.iso"
-	}
-	if len(name) > maxName {
-		name = name[len(name)-maxName:] // the ending counts
-		for len(name) > 0 && name[0] == '.' {
-			name = name[1:]
-		}
 	}
 	if !endings.MatchString(name) {
 		name = name[:min(len(name), maxName-4)] + ".iso"

@@ -164,7 +164,7 @@ func (p *Peer) explain(caller, ctx context.Context, err error) error {
 	lost := &Lost{Err: p.lost(text)}
 	if strings.Contains(text, "stream error:") || strings.Contains(text, "protocol error:") && !strings.Contains(text, "unexpected EOF") {
 		// The plugin broke off this call, not the connection.
-		return lost.Err
+		return &Broken{lost.Err}
 	}
 	var dial *net.OpError
 	lost.Unsent = errors.As(err, &dial) && dial.Op == "dial"
@@ -187,6 +187,20 @@ func (l *Lost) Error() string { return l.Err.Error() }
 
 // Unwrap gives the error its code.
 func (l *Lost) Unwrap() error { return l.Err }
+
+// OfPlugin says that the plugin failed, and not what it speaks to.
+func (l *Lost) OfPlugin() {}
+
+// Broken says that a plugin did not go on with a call.
+type Broken struct{ Err *errs.Error }
+
+func (b *Broken) Error() string { return b.Err.Error() }
+
+// Unwrap gives the error its code.
+func (b *Broken) Unwrap() error { return b.Err }
+
+// OfPlugin says that the plugin failed, and not what it speaks to.
+func (b *Broken) OfPlugin() {}
 
 // until bounds ctx by the plugin's deadline and the grace that it has to answer
 // for itself.
