@@ -363,6 +363,8 @@ type shelf struct {
 	released []string
 }
 
+func (s *shelf) Forget(string) {}
+
 func (s *shelf) Offer(_ context.Context, address, ref string) (string, func(), error) {
 	if ref == "artifact://missing" {
 		return "", nil, errs.New(errs.InvalidArgs, "no such artifact")

@@ -98,7 +98,7 @@ func (m *mounts) replace(address string, release func()) {
 		before()
 	}
 	// What was inserted before a restart has nobody else who would end it.
-	if f, able := m.media.(interface{ Forget(bmcAddress string) }); able {
-		f.Forget(address)
+	if m.media != nil {
+		m.media.Forget(address)
 	}
 }

@@ -51,6 +51,9 @@ type Invoker interface {
 // URL that the BMC can fetch until release is called.
 type Media interface {
 	Offer(ctx context.Context, bmcAddress, ref string) (url string, release func(), err error)
+	// Forget ends the offers to the BMC of before this process began, whose
+	// releases nobody has.
+	Forget(bmcAddress string)
 }
 
 // Request is one operation of a command.

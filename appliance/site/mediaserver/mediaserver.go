@@ -218,17 +218,29 @@ func (s *Server) count(lan netip.Addr, n int) {
 	s.serving[lan] += n
 }
 
-// find gives the offer that a request may have; nil: none, and nobody learns why.
-func (s *Server) find(r *http.Request, lan netip.Addr) *offer {
-	from, err := netip.ParseAddrPort(r.RemoteAddr)
-	parts := strings.Split(r.URL.Path, "/") // "", "m", token, name
-	if err != nil || len(parts) != 4 || parts[1] != "m" || r.Method != http.MethodGet && r.Method != http.MethodHead {
+// stands finds the offer of a URL's path on one LAN; nil: none.
+func (s *Server) stands(path string, lan netip.Addr) *offer {
+	parts := strings.Split(path, "/") // "", "m", token, name
+	if len(parts) != 4 || parts[1] != "m" {
 		return nil
 	}
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	o := s.offers[digestOf(parts[2])]
-	if o == nil || o.Name != parts[3] || o.LAN != lan || o.Client != from.Addr().Unmap() || o.ctx.Err() != nil {
+	if o == nil || o.Name != parts[3] || o.LAN != lan || o.ctx.Err() != nil {
+		return nil
+	}
+	return o
+}
+
+// find gives the offer that a request may have; nil: none, and nobody learns why.
+func (s *Server) find(r *http.Request, lan netip.Addr) *offer {
+	from, err := netip.ParseAddrPort(r.RemoteAddr)
+	if err != nil || r.Method != http.MethodGet && r.Method != http.MethodHead {
+		return nil
+	}
+	o := s.stands(r.URL.Path, lan)
+	if o == nil || o.Client != from.Addr().Unmap() {
 		return nil
 	}
 	return o
@@ -243,14 +255,11 @@ func (s *Server) Own(ctx context.Context, address string) (io.ReadCloser, error)
 		return nil, nil
 	}
 	at, err := netip.ParseAddrPort(u.Host)
-	parts := strings.Split(u.Path, "/")
-	if err != nil || at.Port() != s.Port || len(parts) != 4 || parts[1] != "m" {
+	if err != nil || at.Port() != s.Port {
 		return nil, nil
 	}
-	s.mu.Lock()
-	o := s.offers[digestOf(parts[2])]
-	s.mu.Unlock()
-	if o == nil || o.Name != parts[3] || o.LAN != at.Addr() || o.ctx.Err() != nil {
+	o := s.stands(u.Path, at.Addr())
+	if o == nil {
 		return nil, nil
 	}
 	content, _, err := s.Open(ctx, o.SHA256)
