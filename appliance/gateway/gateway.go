@@ -21,6 +21,7 @@ import (
 	"golang.org/x/net/netutil"
 
 	line "github.com/better-compute/site-appliance/appliance/agent/tunnel"
+	"github.com/better-compute/site-appliance/appliance/api/agentv1"
 	"github.com/better-compute/site-appliance/appliance/api/agentv1/agentv1connect"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/appliance/gateway/artifacts"
@@ -139,6 +140,7 @@ func (g *Gateway) open(o Options) (err error) {
 	g.Grants = grants.New(g.Store, g.Keys.Current)
 	g.Commands.CiteFrom(g.Grants)
 	g.Sessions = sessions.New(g.Store, g.Commands, g.Keys, g.Keys.Current.Version(), o.Timing, g.Log.With("part", "sessions"))
+	g.Sessions.OnEvent(g.heardVersion)
 	g.Tunnels = tunnel.New(g.Store, line.Timing{Beat: o.Timing.Heartbeat, Dead: o.Timing.Dead}, g.Log.With("part", "tunnels"))
 	g.Enrol = enrol.New(g.Store, g.Keys, g.Log.With("part", "enrol"))
 	g.Enrol.OnSuperseded = func(ctx context.Context, agentID string) {
@@ -360,4 +362,17 @@ func (c *serverCert) get(*tls.ClientHelloInfo) (*tls.Certificate, error) {
 	}
 	c.cert = fresh
 	return fresh, nil
+}
+
+// heardVersion follows a box whose boot decisions are newer than the gateway knows.
+func (g *Gateway) heardVersion(ctx context.Context, agentID string, e *agentv1.Event) {
+	var body struct {
+		Version uint64 `json:"version"`
+	}
+	if e.Name != "pxe.assigned" || json.Unmarshal(e.BodyJson, &body) != nil {
+		return
+	}
+	if err := g.Store.HeardAssignVersion(ctx, agentID, body.Version); err != nil {
+		g.Log.Error("the version of a box's boot decisions is not kept", "agent", agentID, "err", err)
+	}
 }

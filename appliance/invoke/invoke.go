@@ -41,6 +41,8 @@ type Book interface {
 	Named(text string) []string
 	// Protected is told an address in plain form.
 	Protected(addr string) bool
+	// Suspect says that protections were lost: any field may name a BMC that had one.
+	Suspect() bool
 }
 
 // Options are what an agent's driver.invoke works with.
@@ -176,6 +178,7 @@ func (i *invoker) touches(r invocation.Request, op *dispatch.Operation) {
 			op.Always = op.Always || i.options.Protected != nil && i.options.Protected(machine)
 		}
 	}
+	op.Always = op.Always || i.options.Book != nil && i.options.Book.Suspect()
 	named := i.named(r)
 	for _, address := range named {
 		op.Targets = append(op.Targets, grants.BMC(address))

@@ -6,6 +6,8 @@ import (
 	"errors"
 	"log/slog"
 	"maps"
+	"os"
+	"path/filepath"
 	"slices"
 	"strings"
 	"testing"
@@ -429,6 +431,35 @@ func TestInvokeErrors(t *testing.T) {
 		e := errs.From(err)
 		if errs.CodeOf(err) != tt.code || e != nil && e.Retryable != tt.retryable {
 			t.Errorf("%s: %v, want code %q, retryable %t", name, err, tt.code, tt.retryable)
+		}
+	}
+}
+
+// TestSuspectBook: any field of a configuration may name a BMC whose protection was lost.
+func TestSuspectBook(t *testing.T) {
+	for _, damaged := range []bool{false, true} {
+		path := filepath.Join(t.TempDir(), "book")
+		if damaged {
+			if err := os.WriteFile(path, []byte("{"), 0o600); err != nil {
+				t.Fatal(err)
+			}
+		}
+		book, _, err := addressbook.OpenOrSetAside(path)
+		if err != nil {
+			t.Fatal(err)
+		}
+		c, k := get(), invoke.New(invoke.Options{Host: newFake(), Book: book})
+		c.request.Config, c.request.Operation, c.request.Args = json.RawMessage(`{"to":"rack 4"}`), "setPower", json.RawMessage(`["off"]`)
+		raw, err := invocation.Encode(c.request)
+		if err != nil {
+			t.Fatal(err)
+		}
+		op, err := k.Decode(raw)
+		if err == nil {
+			op, err = k.Check(c.payload, op)
+		}
+		if err != nil || op.Always != damaged {
+			t.Errorf("damaged %v: always needs a grant: %v, %v", damaged, op.Always, err)
 		}
 	}
 }

@@ -16,6 +16,7 @@ import (
 	"github.com/better-compute/site-appliance/appliance/agent/grants"
 	"github.com/better-compute/site-appliance/appliance/agent/trust"
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
+	"github.com/better-compute/site-appliance/appliance/base/cmdkind"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/appliance/base/secret"
 	"github.com/better-compute/site-appliance/image/imagev1"
@@ -25,7 +26,7 @@ import (
 )
 
 // StreamKind is the command kind that writes an image.
-const StreamKind = "image.stream"
+const StreamKind = cmdkind.Stream
 
 // Where the node's agent finds its configuration on the written machine.
 const (
@@ -46,7 +47,7 @@ type imager struct {
 
 func (m *imager) kind() dispatch.Kind {
 	return dispatch.Kind{
-		Name: StreamKind, Lane: "transfer", Roles: []agentv1.Role{agentv1.Role_ROLE_RAMDISK},
+		Name: StreamKind, Lane: cmdkind.Lane(StreamKind), Roles: []agentv1.Role{agentv1.Role_ROLE_RAMDISK},
 		Decode: decodeStream, Check: m.check, Run: m.run,
 		// A reboot loses the journal with the memory, and the half-written disk
 		// does not boot: what was started is interrupted.

@@ -19,7 +19,7 @@ func TestAssignCounts(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	kind := assignKind(store)
+	kind := assignKind(store, func(string, string, string, any) {})
 	machine := func(id, mac string, boot, protected bool) *pxev1.Machine {
 		m := &pxev1.Machine{MachineId: id, Macs: []string{mac}, Action: pxev1.Action_ACTION_LOCAL_DISK, Protected: protected}
 		if boot {

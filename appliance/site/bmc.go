@@ -13,9 +13,10 @@ import (
 	"github.com/better-compute/site-appliance/appliance/agent/dispatch"
 	"github.com/better-compute/site-appliance/appliance/agent/envelope"
 	"github.com/better-compute/site-appliance/appliance/agent/grants"
+	"github.com/better-compute/site-appliance/appliance/base/cmdkind"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/appliance/site/config"
-	"github.com/better-compute/site-appliance/appliance/site/httpproxy"
+	"github.com/better-compute/site-appliance/appliance/site/reach"
 	"github.com/better-compute/site-appliance/bmc/addressbook"
 	"github.com/better-compute/site-appliance/bmc/bmcv1"
 	"github.com/better-compute/site-appliance/bmc/manual"
@@ -95,17 +96,11 @@ func (s *site) ownImage(ctx context.Context, url string) (io.ReadCloser, error) 
 // anybody's word, and the box reaches what others do not.
 func noImageFrom(book *addressbook.Book) func(netip.Addr) string {
 	return func(a netip.Addr) string {
-		own, err := httpproxy.OwnAddrs()
+		own, err := reach.Own()
 		if err != nil {
 			return "cannot be told from the box's own"
 		}
-		if why := httpproxy.Refuse(a.Unmap(), own, nil); why != "" {
-			return why
-		}
-		if book.Has(a.Unmap().String()) {
-			return "is a BMC"
-		}
-		return ""
+		return reach.Refuse(a.Unmap(), own, func(a netip.Addr) bool { return book.Has(a.String()) })
 	}
 }
 
@@ -148,7 +143,7 @@ func requestOf(kind string, call dispatch.Call) relay.Request {
 // bindKind ties a BMC's address to another credential, pin, driver or protection.
 func bindKind(r *relay.Relay) dispatch.Kind {
 	return dispatch.Kind{
-		Name: relay.Bind, Lane: "power", Roles: siteOnly,
+		Name: relay.Bind, Lane: cmdkind.Lane(relay.Bind), Roles: siteOnly,
 		Decode: func(args []byte) (dispatch.Operation, error) {
 			req := &bmcv1.BmcBindRequest{}
 			if err := envelope.StrictUnmarshal(args, req); err != nil {

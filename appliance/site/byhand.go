@@ -7,6 +7,7 @@ import (
 
 	"github.com/better-compute/site-appliance/appliance/agent/dispatch"
 	"github.com/better-compute/site-appliance/appliance/agent/envelope"
+	"github.com/better-compute/site-appliance/appliance/base/cmdkind"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/bmc/bmcv1"
 	"github.com/better-compute/site-appliance/bmc/manual"
@@ -15,7 +16,7 @@ import (
 // confirmKind takes a person's word that a machine without a BMC was switched.
 func confirmKind(desk *manual.Desk) dispatch.Kind {
 	return dispatch.Kind{
-		Name: "bmc.confirm", Lane: "query", Roles: siteOnly,
+		Name: cmdkind.Confirm, Lane: cmdkind.Lane(cmdkind.Confirm), Roles: siteOnly,
 		Decode: func(args []byte) (dispatch.Operation, error) {
 			req := &bmcv1.BmcConfirmRequest{}
 			if err := envelope.StrictUnmarshal(args, req); err != nil {

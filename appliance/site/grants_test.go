@@ -117,7 +117,7 @@ func (f *field) must(err error) {
 // start runs the box's agent on its state, as bcd site does.
 func (f *field) start(join *trust.Join) {
 	f.t.Helper()
-	book, err := addressbook.Open(filepath.Join(f.state, "addressbook.json"))
+	book, _, err := addressbook.OpenOrSetAside(filepath.Join(f.state, "addressbook.json"))
 	f.must(err)
 	boot, err := assign.Open(filepath.Join(f.state, "assignments"))
 	f.must(err)
@@ -126,7 +126,7 @@ func (f *field) start(join *trust.Join) {
 	r := relay.New(relay.Options{Book: book, BuiltIn: []*driver.Definition{own}})
 	f.box, err = agent.New(agent.Config{
 		Role: agentv1.Role_ROLE_SITE, StateDir: filepath.Join(f.state, "agent"), Join: join,
-		Kinds: append(BMCKinds(r), assignKind(boot)), Version: "test", Build: time.Now().Add(-time.Hour), Log: slog.New(slog.DiscardHandler),
+		Kinds: append(BMCKinds(r), assignKind(boot, func(name, class, key string, body any) { f.must(f.box.Emit(name, class, key, body)) })), Version: "test", Build: time.Now().Add(-time.Hour), Log: slog.New(slog.DiscardHandler),
 	})
 	f.must(err)
 	ctx, cancel := context.WithCancel(context.Background())

@@ -11,6 +11,8 @@ import (
 	"github.com/better-compute/site-appliance/appliance/agent/envelope"
 	"github.com/better-compute/site-appliance/appliance/agent/grants"
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
+	"github.com/better-compute/site-appliance/appliance/base/cmdkind"
+	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/bmc/relay"
 	"github.com/better-compute/site-appliance/plugins/host"
 	"github.com/better-compute/site-appliance/pxe/assign"
@@ -19,14 +21,18 @@ import (
 
 var siteOnly = []agentv1.Role{agentv1.Role_ROLE_SITE}
 
+// assigned is the event by which a gateway that is behind, such as one that was
+// restored, learns which version is in force.
+const assigned = "pxe.assigned"
+
 // assignKind replaces the site's boot decisions.
-func assignKind(store *assign.Store) dispatch.Kind {
+func assignKind(store *assign.Store, emit func(name, class, key string, body any)) dispatch.Kind {
 	result := func() []byte {
 		out, _ := proto.Marshal(&pxev1.AssignResult{Version: store.Version()})
 		return out
 	}
 	return dispatch.Kind{
-		Name: "pxe.assign", Lane: "provision", Roles: siteOnly,
+		Name: cmdkind.Assign, Lane: cmdkind.Lane(cmdkind.Assign), Roles: siteOnly,
 		Decode: func(args []byte) (dispatch.Operation, error) {
 			req := &pxev1.AssignRequest{}
 			if err := envelope.StrictUnmarshal(args, req); err != nil {
@@ -50,7 +56,11 @@ func assignKind(store *assign.Store) dispatch.Kind {
 					unprotect = append(unprotect, strings.TrimPrefix(target, grants.Machine("")))
 				}
 			}
-			if _, err := store.Apply(call.Operation.Value.(*pxev1.AssignRequest), unprotect...); err != nil {
+			inForce, err := store.Apply(call.Operation.Value.(*pxev1.AssignRequest), unprotect...)
+			if errs.CodeOf(err) == errs.StaleVersion {
+				emit(assigned, "state", "", map[string]uint64{"version": inForce})
+			}
+			if err != nil {
 				return nil, err
 			}
 			return result(), nil

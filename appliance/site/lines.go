@@ -14,6 +14,7 @@ import (
 	"github.com/better-compute/site-appliance/appliance/agent/envelope"
 	"github.com/better-compute/site-appliance/appliance/agent/outbox"
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
+	"github.com/better-compute/site-appliance/appliance/base/cmdkind"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/appliance/site/config"
 	"github.com/better-compute/site-appliance/appliance/site/console"
@@ -64,7 +65,7 @@ func readOpening(text string) (o consoleOpening, err error) {
 // holds its place in the BMC's queue only while it opens.
 func consoleKind(r *relay.Relay, plugins streamer, desk *console.Desk, emit func(name, class, key string, body any) error) dispatch.Kind {
 	return dispatch.Kind{
-		Name: relay.Console, Lane: "proxy", Roles: siteOnly,
+		Name: relay.Console, Lane: cmdkind.Lane(relay.Console), Roles: siteOnly,
 		Decode: func(args []byte) (dispatch.Operation, error) {
 			op, err := decodeBMC(r, relay.Console, args)
 			if err != nil {
@@ -82,7 +83,7 @@ func consoleKind(r *relay.Relay, plugins streamer, desk *console.Desk, emit func
 			if err != nil {
 				return nil, err
 			}
-			if r.BuiltIn(req.Driver) {
+			if r.BuiltIn(req.Driver) && !r.Streams(req) {
 				return nil, errs.New(errs.UnsupportedOperation, "driver %s has no serial console: where the BMC serves IPMI's, bind the machine's kind console to ipmi-sol", req.Driver)
 			}
 			report, err := desk.Serve(ctx, console.Session{
@@ -120,7 +121,7 @@ func openConsole(ctx context.Context, r *relay.Relay, plugins streamer, call dis
 	if err != nil {
 		return nil, err
 	}
-	c := hostCall(p.Call)
+	c := p.Call
 	c.Args, c.Progress = json.RawMessage("[]"), nil
 	c.Deadline, _ = ctx.Deadline()
 	if takeover {
@@ -130,7 +131,7 @@ func openConsole(ctx context.Context, r *relay.Relay, plugins streamer, call dis
 	}
 	inner, cancel := context.WithCancel(context.WithoutCancel(ctx))
 	stop := context.AfterFunc(ctx, cancel)
-	s, err := plugins.Stream(inner, c)
+	s, err := streamOf(inner, r, plugins, c)
 	if err == nil && !stop() {
 		_ = s.Close()
 		err = context.Cause(ctx)
@@ -140,6 +141,14 @@ func openConsole(ctx context.Context, r *relay.Relay, plugins streamer, call dis
 		return nil, err
 	}
 	return &stream{s, sync.OnceFunc(cancel)}, nil
+}
+
+// streamOf opens the stream where the driver lives.
+func streamOf(ctx context.Context, r *relay.Relay, plugins streamer, c relay.Call) (io.ReadWriteCloser, error) {
+	if r.BuiltIn(c.Driver) {
+		return r.Stream(ctx, c)
+	}
+	return plugins.Stream(ctx, hostCall(c))
 }
 
 // stream frees its context at its end.
@@ -157,7 +166,7 @@ func (s *stream) Close() error {
 // command's tunnel.
 func proxyKind(p *httpproxy.Proxy) dispatch.Kind {
 	return dispatch.Kind{
-		Name: "site.httpProxy", Lane: "proxy", Roles: siteOnly,
+		Name: cmdkind.Proxy, Lane: cmdkind.Lane(cmdkind.Proxy), Roles: siteOnly,
 		Decode: func(args []byte) (dispatch.Operation, error) {
 			req := &agentv1.HttpProxyRequest{}
 			if err := envelope.StrictUnmarshal(args, req); err != nil {

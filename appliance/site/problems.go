@@ -8,6 +8,8 @@ import (
 	"os"
 	"strings"
 	"time"
+
+	"github.com/better-compute/site-appliance/bmc/addressbook"
 )
 
 // problemsEvery is how often init's list is looked at.
@@ -48,6 +50,29 @@ func (s *site) reportProblems(ctx context.Context) error {
 		case <-time.After(problemsEvery):
 		}
 	}
+}
+
+// lost notes which protections a damaged file took with it.
+func (s *site) lost(book *addressbook.Book) {
+	if book.Suspect() {
+		s.unprotected = append(s.unprotected, "address-book: it was damaged: every BMC counts as protected until it is bound anew")
+	}
+	if s.assign.Suspect() {
+		s.unprotected = append(s.unprotected, "boot-assignments: they were damaged: every machine counts as protected until a granted command says otherwise")
+	}
+	for _, line := range s.unprotected {
+		s.Log.Error("protections were lost", "problem", line)
+	}
+}
+
+// tellLost sends home what lost noted.
+func (s *site) tellLost(ctx context.Context) error {
+	for _, line := range s.unprotected {
+		step, text, _ := strings.Cut(line, ": ")
+		s.emit("box.problem", "state", step, map[string]string{"step": step, "message": text})
+	}
+	<-ctx.Done()
+	return nil
 }
 
 // note appends a line to a file in memory.

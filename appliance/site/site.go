@@ -71,6 +71,8 @@ type site struct {
 	media   *mediaserver.Server // nil: BMCs are served none
 	mediaCA map[string]string   // what the event says of its CA
 	rules   string              // the firewall's, as they are in force
+
+	unprotected []string // problems of protections that a damaged file took with it
 }
 
 // Run serves the site until ctx ends. It fails only on a configuration that
@@ -125,6 +127,7 @@ func Run(ctx context.Context, c Config) error {
 	}
 	defer plugins.Close()
 
+	s.lost(book)
 	driverKind := invoke.New(invoke.Options{Host: plugins, Book: book, Protected: s.assign.Protected, Log: c.Log.With("part", "invoke")})
 	s.openMedia(cfg)
 	if s.media != nil {
@@ -145,7 +148,7 @@ func Run(ctx context.Context, c Config) error {
 	s.agent, err = agent.New(agent.Config{
 		Role: agentv1.Role_ROLE_SITE, StateDir: agentState, Identity: identityCopy(c.IdentityDevice),
 		Join: join, Version: c.Version, Build: c.Build, Lanes: cfg.Lanes,
-		Drivers: hosting.Advertised(plugins), Kinds: append(kinds, assignKind(s.assign), driverKind, confirmKind(desk)), Log: c.Log.With("part", "agent"),
+		Drivers: hosting.Advertised(plugins), Kinds: append(kinds, assignKind(s.assign, s.emit), driverKind, confirmKind(desk)), Log: c.Log.With("part", "agent"),
 	})
 	if err != nil {
 		return err
@@ -157,7 +160,7 @@ func Run(ctx context.Context, c Config) error {
 		return err
 	}
 	return supervise(ctx, c.Log, map[string]func(context.Context) error{
-		"agent": s.agent.Run, "media ca": s.tellCA, "problems": s.reportProblems, "space": s.watchSpace,
+		"agent": s.agent.Run, "media ca": s.tellCA, "problems": s.reportProblems, "protections": s.tellLost, "space": s.watchSpace,
 		"ports": func(ctx context.Context) error { return s.watchPorts(ctx, cfg) },
 	})
 }

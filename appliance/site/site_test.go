@@ -98,7 +98,7 @@ func TestRecover(t *testing.T) {
 	if err != nil {
 		t.Fatal(err)
 	}
-	kind := assignKind(store)
+	kind := assignKind(store, func(string, string, string, any) {})
 	call := func(version uint64) dispatch.Call {
 		return dispatch.Call{Payload: &agentv1.CommandPayload{}, Operation: dispatch.Operation{Value: &pxev1.AssignRequest{Version: version}}}
 	}

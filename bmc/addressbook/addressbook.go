@@ -55,6 +55,7 @@ type Book struct {
 	bindings map[string]binding
 	hosts    map[string][]string // addresses by host
 	shared   map[string]bool     // by address: more than its first use has relied on it
+	suspect  bool                // a book before this one was damaged
 }
 
 func empty(path string) *Book {
@@ -84,22 +85,38 @@ func Open(path string) (*Book, error) {
 
 // OpenOrSetAside is Open for a box that nobody visits: a damaged file is
 // renamed to path + ".damaged", whose name it returns, and the book starts
-// empty, so that the next signed use of each address teaches it again.
+// empty, so that the next signed use of each address teaches it again. What was
+// protected is lost with the file: while it lies there, the book is suspect.
 func OpenOrSetAside(path string) (b *Book, aside string, err error) {
 	b, err = Open(path)
-	if !errors.Is(err, errDamaged) {
-		return b, "", err
+	if errors.Is(err, errDamaged) {
+		aside = path + damagedSuffix
+		if err := os.Rename(path, aside); err != nil {
+			return nil, "", fmt.Errorf("set damaged address book aside: %w", err)
+		}
+		if err := atomicfile.SyncDir(filepath.Dir(path)); err != nil {
+			return nil, "", fmt.Errorf("set damaged address book aside: %w", err)
+		}
+		b, err = Open(path)
 	}
-	aside = path + ".damaged"
-	if err := os.Rename(path, aside); err != nil {
-		return nil, "", fmt.Errorf("set damaged address book aside: %w", err)
+	if err != nil || path == "" {
+		return b, aside, err
 	}
-	if err := atomicfile.SyncDir(filepath.Dir(path)); err != nil {
-		return nil, "", fmt.Errorf("set damaged address book aside: %w", err)
+	switch _, err := os.Lstat(path + damagedSuffix); {
+	case err == nil:
+		b.suspect = true
+	case !errors.Is(err, fs.ErrNotExist):
+		return nil, aside, fmt.Errorf("look for a damaged address book: %w", err)
 	}
-	b, err = Open(path)
-	return b, aside, err
+	return b, aside, nil
 }
+
+// damagedSuffix follows the name of a file that was set aside.
+const damagedSuffix = ".damaged"
+
+// Suspect reports whether a book before this one was damaged: then every address
+// that was not bound anew since counts as protected.
+func (b *Book) Suspect() bool { return b.suspect }
 
 func (b *Book) parse(data []byte) error {
 	dec := json.NewDecoder(bytes.NewReader(data))
@@ -269,6 +286,28 @@ func (b *Book) Rebind(addr, pin, credRef, driver string, protected bool) error {
 	}
 	// What was said in so many words is not a first use that could be taken back.
 	b.shared[want.Address] = true
+	return nil
+}
+
+// Remove forgets the address: the next use of it is its first. One that nobody
+// knows is no error.
+func (b *Book) Remove(addr, driver string) error {
+	address, err := Normalise(addr, driver)
+	if err != nil {
+		return err
+	}
+	b.mu.Lock()
+	defer b.mu.Unlock()
+	have, known := b.bindings[address]
+	if !known {
+		return nil
+	}
+	b.drop(address)
+	if err := b.save(); err != nil {
+		b.keep(have)
+		return err
+	}
+	delete(b.shared, address)
 	return nil
 }
 

@@ -4,6 +4,7 @@ import (
 	"os"
 	"path/filepath"
 	"reflect"
+	"slices"
 	"strings"
 	"testing"
 
@@ -191,6 +192,73 @@ func TestOpenDamaged(t *testing.T) {
 		if _, aside, err := OpenOrSetAside(path); aside != "" || err != nil {
 			t.Errorf("OpenOrSetAside of a sound file = %q, %v, want none aside", aside, err)
 		}
+		checkSuspect(t, name, path)
+	}
+}
+
+// checkSuspect: the book at path follows a damaged one, and knows 10.0.0.5 under
+// ipmi from a first use.
+func checkSuspect(t *testing.T, name, path string) {
+	t.Helper()
+	for range 2 { // a restart too
+		b, _, err := OpenOrSetAside(path)
+		if err != nil || !b.Suspect() {
+			t.Fatalf("%s: the book is suspect: %v, %v", name, b.Suspect(), err)
+		}
+		for _, addr := range []string{"10.0.0.5:623", "10.0.0.9:443", "bmc-9:443", "manual/rack-3"} {
+			if !b.Protected(addr) {
+				t.Errorf("%s: %s is not protected", name, addr)
+			}
+		}
+	}
+	b, _, err := OpenOrSetAside(path)
+	if err != nil {
+		t.Fatal(err)
+	}
+	if err := b.Rebind("10.0.0.5", "", "secret://root/a", "ipmi", false); err != nil {
+		t.Fatal(err)
+	}
+	if b, _, err = OpenOrSetAside(path); err != nil || b.Protected("10.0.0.5:623") || !b.Protected("10.0.0.5:443") || !b.Protected("10.0.0.9:443") || !b.Protected("bmc-9:443") {
+		t.Errorf("%s: bound anew: protected %v, its other port %v, others %v, %v", name, b.Protected("10.0.0.5:623"), b.Protected("10.0.0.5:443"), b.Protected("10.0.0.9:443"), err)
+	}
+	if err := os.Remove(path); err != nil {
+		t.Fatal(err)
+	}
+	if b, _, err = OpenOrSetAside(path); err != nil || !b.Protected("10.0.0.5:623") {
+		t.Errorf("%s: the book that followed is gone: %v, protected %v, want it to be", name, err, b.Protected("10.0.0.5:623"))
+	}
+}
+
+// TestRemove: what is forgotten is as if it had never been, on disk too.
+func TestRemove(t *testing.T) {
+	path := filepath.Join(t.TempDir(), "bmcs.json")
+	b, _, err := OpenOrSetAside(path)
+	if err != nil || b.Suspect() || b.Protected("10.0.0.5:623") {
+		t.Fatalf("a new book: %v, suspect %v", err, b.Suspect())
+	}
+	for _, driver := range []string{"ipmi", "redfish"} {
+		if err := b.Rebind("10.0.0.5", "", "secret://root/a", driver, true); err != nil {
+			t.Fatal(err)
+		}
+	}
+	if err := b.Remove("10.0.0.5", "ipmi"); err != nil {
+		t.Fatal(err)
+	}
+	if err := b.Remove("10.0.0.5", "ipmi"); err != nil {
+		t.Errorf("Remove() of what nobody knows = %v", err)
+	}
+	if err := b.Remove("10.0.0.5/x", "ipmi"); errs.CodeOf(err) != errs.InvalidAddress {
+		t.Errorf("Remove() of no address = %v", err)
+	}
+	b, _, err = OpenOrSetAside(path)
+	if err != nil || !slices.Equal(b.Addresses(), []string{"10.0.0.5:443"}) {
+		t.Fatalf("the book holds %v, %v, want the other port alone", b.Addresses(), err)
+	}
+	if err := b.Remove("10.0.0.5", "redfish"); err != nil {
+		t.Fatal(err)
+	}
+	if learned, err := b.Bind("10.0.0.5", "", "secret://root/other", "redfish"); !learned || err != nil || b.Protected("10.0.0.5:443") {
+		t.Errorf("the next use: learned %v, %v, protected %v", learned, err, b.Protected("10.0.0.5:443"))
 	}
 }
 

@@ -2,10 +2,14 @@ package addressbook
 
 import "slices"
 
-// BindAction tells, in grants, a rebinding that protects from one that leaves or
-// takes the protection away: who approved the first did not approve the second.
-func BindAction(protected bool) string {
-	if protected {
+// BindAction tells apart, in grants, a rebinding that protects, one that leaves or
+// takes the protection away, and one that forgets: who approved one of them did not
+// approve the others.
+func BindAction(protected, forget bool) string {
+	switch {
+	case forget:
+		return "forget"
+	case protected:
 		return "protect"
 	}
 	return ""
@@ -22,11 +26,15 @@ func usualPort(plain string) bool {
 // one whose destruction always needs people's grants. An address that nobody knows
 // yet is what the others of its host are: it may be another port of the same BMC.
 // A host name may be another name of any, and so may an address that is translated
-// on the way: where one is protected all of these are.
+// on the way: where one is protected all of these are. In a suspect book an
+// address that nobody knows is protected, and so are all names and translated ones.
 func (b *Book) Protected(addr string) bool {
 	b.mu.Lock()
 	defer b.mu.Unlock()
 	if elsewhere(addr) {
+		if b.suspect {
+			return true
+		}
 		for _, e := range b.bindings {
 			if e.Protected && hostOf(e.Address) != "" {
 				return true
@@ -40,9 +48,9 @@ func (b *Book) Protected(addr string) bool {
 	return b.protectedHost(addr)
 }
 
-// protectedHost reports whether any BMC at the host of addr is protected; the
-// caller holds mu.
+// protectedHost reports whether any BMC at the host of addr is protected, or may
+// have been; the caller holds mu.
 func (b *Book) protectedHost(addr string) bool {
 	host := hostOf(addr)
-	return host != "" && slices.ContainsFunc(b.at(host, ""), func(e binding) bool { return e.Protected })
+	return b.suspect || host != "" && slices.ContainsFunc(b.at(host, ""), func(e binding) bool { return e.Protected })
 }

@@ -85,6 +85,7 @@ type options struct {
 	foreign        string
 	latency        func() time.Duration
 	certificate    *tls.Certificate
+	console        *WebConsole
 }
 
 func newOptions(opts []Option) options {

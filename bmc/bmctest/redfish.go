@@ -31,6 +31,9 @@ type Redfish struct {
 	stop     func() bool
 	done     chan struct{}
 
+	webConsole *webConsole // nil: none
+	serial     *Console
+
 	panics atomic.Int32 // of handlers, which would be faults of the rig
 
 	mu       sync.Mutex
@@ -77,6 +80,10 @@ func StartRedfish(ctx context.Context, listen, user, password string, m Machine,
 		faults: newFaultSet(o.faults), certificate: o.certificate, accounts: newAccounts(user, password),
 	}
 	r.chassis.booting = r.applyAtBoot
+	r.serial = newConsole()
+	if o.console != nil {
+		r.webConsole = &webConsole{WebConsole: *o.console, stale: map[string]bool{}, open: map[net.Conn]bool{}}
+	}
 	r.server = &http.Server{
 		Handler:           r,
 		ReadHeaderTimeout: 10 * time.Second,

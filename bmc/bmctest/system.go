@@ -139,6 +139,7 @@ var systemRoutes = map[string]handler{
 		if x.r.faulty(LogUnderManager) {
 			o["LogServices"] = link(manager + "/LogServices")
 		}
+		x.r.webConsole.describe(o)
 		return ok(o)
 	},
 	"POST " + manager + "/Actions/Manager.Reset": func(x *exchange) reply {

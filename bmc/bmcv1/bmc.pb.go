@@ -174,7 +174,10 @@ type BmcBindRequest struct {
 	CredentialsRef string                 `protobuf:"bytes,3,opt,name=credentials_ref,json=credentialsRef,proto3" json:"credentials_ref,omitempty"`
 	TlsSpkiSha256  string                 `protobuf:"bytes,4,opt,name=tls_spki_sha256,json=tlsSpkiSha256,proto3" json:"tls_spki_sha256,omitempty"`
 	// Whether what is destructive always needs people's grants here.
-	Protected     bool `protobuf:"varint,5,opt,name=protected,proto3" json:"protected,omitempty"`
+	Protected bool `protobuf:"varint,5,opt,name=protected,proto3" json:"protected,omitempty"`
+	// The box forgets what belongs to the address, its protection included; only
+	// driver and address are set then.
+	Forget        bool `protobuf:"varint,6,opt,name=forget,proto3" json:"forget,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -240,6 +243,13 @@ func (x *BmcBindRequest) GetTlsSpkiSha256() string {
 func (x *BmcBindRequest) GetProtected() bool {
 	if x != nil {
 		return x.Protected
+	}
+	return false
+}
+
+func (x *BmcBindRequest) GetForget() bool {
+	if x != nil {
+		return x.Forget
 	}
 	return false
 }
@@ -387,13 +397,14 @@ const file_bmc_bmcv1_bmc_proto_rawDesc = "" +
 	"\x13driver_options_json\x18\a \x01(\tR\x11driverOptionsJson\"5\n" +
 	"\x12BmcOperationResult\x12\x1f\n" +
 	"\vresult_json\x18\x01 \x01(\tR\n" +
-	"resultJson\"\xb1\x01\n" +
+	"resultJson\"\xc9\x01\n" +
 	"\x0eBmcBindRequest\x12\x16\n" +
 	"\x06driver\x18\x01 \x01(\tR\x06driver\x12\x18\n" +
 	"\aaddress\x18\x02 \x01(\tR\aaddress\x12'\n" +
 	"\x0fcredentials_ref\x18\x03 \x01(\tR\x0ecredentialsRef\x12&\n" +
 	"\x0ftls_spki_sha256\x18\x04 \x01(\tR\rtlsSpkiSha256\x12\x1c\n" +
-	"\tprotected\x18\x05 \x01(\bR\tprotected\"\x0f\n" +
+	"\tprotected\x18\x05 \x01(\bR\tprotected\x12\x16\n" +
+	"\x06forget\x18\x06 \x01(\bR\x06forget\"\x0f\n" +
 	"\rBmcBindResult\"C\n" +
 	"\x11BmcConfirmRequest\x12\x18\n" +
 	"\aaddress\x18\x01 \x01(\tR\aaddress\x12\x14\n" +

@@ -3,6 +3,7 @@
 package breaker
 
 import (
+	"errors"
 	"sync"
 	"time"
 
@@ -81,9 +82,15 @@ func (c circuit) after(v verdict, now time.Time) circuit {
 	return c
 }
 
+// ErrNothingLearned is what report takes of a call whose end says nothing of the BMC.
+var ErrNothingLearned = errors.New("nothing was learned of the BMC")
+
 // judge reads a call's end. A code by which nothing was sent, and the end of the
 // caller's own patience, say nothing of the BMC.
 func judge(err error) verdict {
+	if errors.Is(err, ErrNothingLearned) {
+		return nothing
+	}
 	switch errs.CodeOf(err) {
 	case errs.Unreachable:
 		return silent

@@ -28,7 +28,7 @@ func TestBreaker(t *testing.T) {
 			{0, dead, in}, {0, dead, in}, {0, nil, in}, {0, dead, in}, {0, dead, in}, {0, wrong, in}, {0, dead, in}, {0, dead, in}, {0, dead, in}, {0, nil, "3 times; next try in 30s"},
 		},
 		"what was not sent, and a caller's own deadline, say nothing": {
-			{0, dead, in}, {0, dead, in}, {0, errs.New(errs.InvalidArgs, "x"), in}, {0, errs.Retry(errs.Timeout, "x"), in}, {0, errors.New("x"), in}, {0, dead, in}, {0, nil, "3 times"},
+			{0, dead, in}, {0, dead, in}, {0, ErrNothingLearned, in}, {0, errs.New(errs.InvalidArgs, "x"), in}, {0, errs.Retry(errs.Timeout, "x"), in}, {0, errors.New("x"), in}, {0, dead, in}, {0, nil, "3 times"},
 		},
 		"open for 30 s, then one trial, then twice as long, at most 5 minutes": {
 			{0, dead, in}, {0, dead, in}, {0, dead, in},

@@ -101,22 +101,15 @@ const schema = `{
   }
 }`
 
+// form is what the configuration is.
+var form = metal.TargetForm{Unpinned: "a person has no TLS, so the key pin cannot be checked: remove the pin"}
+
 func parseConfig(raw json.RawMessage) (string, error) {
-	var in struct {
-		Address       *string `json:"address"`
-		Credentials   *string `json:"credentials"`
-		TLSSPKISHA256 string  `json:"tlsSpkiSha256"`
+	t, err := form.Parse(raw)
+	if err != nil {
+		return "", err
 	}
-	if err := driver.StrictJSON(raw, &in, "address", "credentials", "tlsSpkiSha256"); err != nil {
-		return "", errs.New(errs.InvalidConfig, "configuration: %v", err)
-	}
-	if in.Address == nil {
-		return "", errs.New(errs.InvalidConfig, "configuration: address is missing")
-	}
-	if in.TLSSPKISHA256 != "" {
-		return "", errs.New(errs.PinUnsupported, "a person has no TLS, so the key pin cannot be checked: remove the pin")
-	}
-	return Normalise(*in.Address)
+	return Normalise(t.Address)
 }
 
 var addressForm = regexp.MustCompile(`^[a-z0-9]([a-z0-9._-]{0,62}[a-z0-9])?$`)

@@ -60,7 +60,7 @@ func askIPMI(ctx context.Context, address string, timeout time.Duration) (*IPMI,
 	out := &IPMI{Port: uint16(number)}
 	conn, err := (&net.Dialer{Timeout: timeout}).DialContext(ctx, "udp", address)
 	if err != nil {
-		return nil, []string{"ipmi: " + printable(err.Error())}
+		return nil, []string{"ipmi: " + legible(err.Error())}
 	}
 	defer conn.Close()
 	defer context.AfterFunc(ctx, func() { _ = conn.SetDeadline(time.Unix(1, 0)) })()
@@ -69,10 +69,10 @@ func askIPMI(ctx context.Context, address string, timeout time.Duration) (*IPMI,
 	out.Ping = l.ping() == nil
 	auth, err := l.command(channelAuth, []byte{thisChannel | 0x80, 4})
 	if err != nil && !out.Ping {
-		return nil, []string{"ipmi: UDP " + address + ": " + printable(err.Error())}
+		return nil, []string{"ipmi: UDP " + address + ": " + legible(err.Error())}
 	}
 	if err != nil {
-		return out, []string{"ipmi: Get Channel Authentication Capabilities: " + printable(err.Error())}
+		return out, []string{"ipmi: Get Channel Authentication Capabilities: " + legible(err.Error())}
 	}
 	out.judge(auth)
 	if out.Version2 {

@@ -20,8 +20,8 @@ import (
 	"strings"
 	"sync"
 	"time"
-	"unicode"
 
+	"github.com/better-compute/site-appliance/appliance/base/printable"
 	"github.com/better-compute/site-appliance/bmc/addressbook"
 )
 
@@ -117,7 +117,7 @@ func Probe(ctx context.Context, address string, o Options) (*Report, error) {
 func (r *Report) web(ctx context.Context, target, host string, o Options) []string {
 	state, legacy, err := handshake(ctx, target, o.Timeout)
 	if err != nil {
-		return []string{"tls: " + printable(err.Error())}
+		return []string{"tls: " + legible(err.Error())}
 	}
 	r.TLS = describe(state, host, o.Roots)
 	if legacy {
@@ -125,7 +125,7 @@ func (r *Report) web(ctx context.Context, target, host string, o Options) []stri
 	}
 	root, err := serviceRoot(ctx, target, r.TLS.Pin, legacy, o.Timeout)
 	if err != nil {
-		return []string{"redfish: " + printable(err.Error())}
+		return []string{"redfish: " + legible(err.Error())}
 	}
 	r.Redfish = root
 	return nil
@@ -185,11 +185,11 @@ func describe(state tls.ConnectionState, host string, roots *x509.CertPool) *TLS
 	leaf := state.PeerCertificates[0]
 	sum := sha256.Sum256(leaf.RawSubjectPublicKeyInfo)
 	t := &TLS{
-		Pin: hex.EncodeToString(sum[:]), Subject: printable(leaf.Subject.String()), Issuer: printable(leaf.Issuer.String()),
+		Pin: hex.EncodeToString(sum[:]), Subject: legible(leaf.Subject.String()), Issuer: legible(leaf.Issuer.String()),
 		NotBefore: leaf.NotBefore, NotAfter: leaf.NotAfter, Version: tls.VersionName(state.Version), Suite: tls.CipherSuiteName(state.CipherSuite),
 	}
 	for _, name := range leaf.DNSNames[:min(len(leaf.DNSNames), 8)] {
-		t.Names = append(t.Names, printable(name))
+		t.Names = append(t.Names, legible(name))
 	}
 	for _, ip := range leaf.IPAddresses[:min(len(leaf.IPAddresses), 8)] {
 		t.Names = append(t.Names, ip.String())
@@ -200,7 +200,7 @@ func describe(state tls.ConnectionState, host string, roots *x509.CertPool) *TLS
 	}
 	_, err := leaf.Verify(x509.VerifyOptions{DNSName: host, Roots: roots, Intermediates: between})
 	if t.Trusted = err == nil; err != nil {
-		t.Untrusted = printable(err.Error())
+		t.Untrusted = legible(err.Error())
 	}
 	return t
 }
@@ -277,13 +277,13 @@ func parseRoot(data []byte) (*Redfish, error) {
 		if json.Unmarshal(raw, &s) != nil {
 			return ""
 		}
-		return printable(s)
+		return legible(s)
 	}
 	r := &Redfish{Vendor: text(root["Vendor"]), Product: text(root["Product"]), Version: text(root["RedfishVersion"]), UUID: text(root["UUID"])}
 	var oem map[string]json.RawMessage
 	if r.Vendor == "" && json.Unmarshal(root["Oem"], &oem) == nil && len(oem) == 1 {
 		for name := range oem {
-			r.Vendor = printable(name)
+			r.Vendor = legible(name)
 		}
 	}
 	for _, name := range slices.Sorted(maps.Keys(root)) {
@@ -291,7 +291,7 @@ func parseRoot(data []byte) (*Redfish, error) {
 			ID string `json:"@odata.id"`
 		}
 		if json.Unmarshal(root[name], &link) == nil && link.ID != "" && len(r.Services) < maxServices {
-			r.Services = append(r.Services, printable(name))
+			r.Services = append(r.Services, legible(name))
 		}
 	}
 	if r.Version == "" && len(r.Services) == 0 {
@@ -300,19 +300,8 @@ func parseRoot(data []byte) (*Redfish, error) {
 	return r, nil
 }
 
-// printable keeps a BMC's words from steering a terminal or filling it.
-func printable(s string) string {
-	s = strings.Map(func(r rune) rune {
-		if !unicode.IsPrint(r) {
-			return '·'
-		}
-		return r
-	}, strings.ToValidUTF8(s, "?"))
-	if runes := []rune(s); len(runes) > maxText {
-		return string(runes[:maxText]) + "…"
-	}
-	return s
-}
+// legible keeps a BMC's words from steering a terminal or filling it.
+func legible(s string) string { return printable.Excerpt(s, '·', maxText) }
 
 // Enrol is the command that enrols the BMC, with the driver that fits what it
 // showed; empty where nothing answered.

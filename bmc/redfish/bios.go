@@ -160,7 +160,7 @@ func (b bios) check(s metal.Settings, known map[string]attribute) error {
 			return errs.New(errs.InvalidArgs, "setting %q is %s, not %s", name, kind(shown), kind(s[name]))
 		}
 		if text, ok := s[name].(string); ok && len(a.values) > 0 && !slices.Contains(a.values, text) {
-			return errs.New(errs.InvalidArgs, "setting %q: %q is not among its values: %s", name, text, printable(strings.Join(a.values, ", ")))
+			return errs.New(errs.InvalidArgs, "setting %q: %q is not among its values: %s", name, text, legible(strings.Join(a.values, ", ")))
 		}
 	}
 	return nil
@@ -270,7 +270,7 @@ func readOnly(a *answer) string {
 // settingsError makes what a BMC says against a value invalid-args.
 func settingsError(err error) error {
 	if why := readOnly(answerOf(err)); why != "" && statusOf(err)/100 == 4 {
-		return errs.New(errs.InvalidArgs, "the BMC refuses a setting: %s", printable(why))
+		return errs.New(errs.InvalidArgs, "the BMC refuses a setting: %s", legible(why))
 	}
 	return err
 }
@@ -278,7 +278,7 @@ func settingsError(err error) error {
 // refused finds what a success says against a value.
 func refused(a *answer) error {
 	if why := readOnly(a); why != "" {
-		return errs.New(errs.InvalidArgs, "the BMC refuses a setting: %s", printable(why))
+		return errs.New(errs.InvalidArgs, "the BMC refuses a setting: %s", legible(why))
 	}
 	return nil
 }
@@ -293,7 +293,7 @@ func (p *provider) proveSettings(ctx context.Context, before bios, changes map[s
 			return false, err
 		}
 		if why := b.blamed(before); why != "" {
-			return false, errs.New(errs.InvalidArgs, "the BMC refuses a setting: %s", printable(why))
+			return false, errs.New(errs.InvalidArgs, "the BMC refuses a setting: %s", legible(why))
 		}
 		missing = ""
 		for _, name := range slices.Sorted(maps.Keys(changes)) {

@@ -37,7 +37,7 @@ func (m *machine) ResetBMC(ctx *driver.Context) error {
 func (p *provider) BmcReset(ctx context.Context, kind string) (bool, error) {
 	words, known := managerResets[kind]
 	if !known {
-		return false, errs.New(errs.InvalidArgs, "unknown BMC reset %q", printable(kind))
+		return false, errs.New(errs.InvalidArgs, "unknown BMC reset %q", legible(kind))
 	}
 	_, manager, err := p.manager(ctx)
 	if err != nil {

@@ -91,6 +91,7 @@ type recordedFacts struct {
 	events                            int
 	media                             string
 	boot                              device
+	console                           string // ways to its serial console
 	// refused are the operations of services that these bodies do not have.
 	refused map[string]errs.Code
 }
@@ -104,20 +105,20 @@ var recorded = map[string]recordedFacts{
 		cpu: "Multi-Core Intel(R) Xeon(R) processor 7xxx Series", cpus: 1, cores: 8, modules: 3, moduleBytes: 32 << 30, slot: "DIMM 1",
 		nics:     []string{"12:44:6a:3b:04:11", "12:44:6a:3b:88:90"}, // neither ToManager nor VLAN1
 		firmware: map[string]string{"BIOS": "P79 v1.45", "BMC": "1.45.455b66-rev4", "SS": "2.50"}, listed: 3,
-		sensor: "CPU1 Temp", value: 41, events: 2, media: "redfish.dmtf.org/freeImages/freeOS.1.1.iso", boot: device{Device: "pxe", EFI: true},
+		sensor: "CPU1 Temp", value: 41, events: 2, media: "redfish.dmtf.org/freeImages/freeOS.1.1.iso", console: "reached by IPMI, SSH, Telnet; enroll the machine with --driver console=ipmi-sol", boot: device{Device: "pxe", EFI: true},
 		refused: map[string]errs.Code{"bios.getSettings": no, "raid.getLayout": no},
 	},
 	"idrac": {
 		manufacturer: "Dell Inc.", model: "PowerEdge Mock", bmcFirmware: "7.00.00.00",
 		firmware: map[string]string{"BIOS": "2.19.1"}, listed: 1, sensor: "System Board Inlet Temp", value: 23,
-		settings: map[string]any{"BootMode": "Uefi", "SysMemSize": "768 GB", "SystemModelName": "PowerEdge R740"}, boot: device{Device: "none"},
+		settings: map[string]any{"BootMode": "Uefi", "SysMemSize": "768 GB", "SystemModelName": "PowerEdge R740"}, console: "reached by IPMI, SSH; enroll", boot: device{Device: "none"},
 		// The recording lists a volume and does not have it.
 		refused: map[string]errs.Code{"raid.getLayout": errs.BmcError, "virtual-media.status": no, "management.getEventLog": no, "management.getSecureBoot": no},
 	},
 	"lenovo": {
 		manufacturer: "Lenovo", model: "ThinkSystem", serial: "REDACTED", bmcFirmware: "1.00",
 		firmware: map[string]string{"BIOS": "M5E101Q", "BMC": "1.00"},
-		settings: map[string]any{"Memory_MemorySpeed": "MaxPerformance", "Processors_CStates": "Disable"}, boot: device{Device: "none"},
+		settings: map[string]any{"Memory_MemorySpeed": "MaxPerformance", "Processors_CStates": "Disable"}, console: "names no other way", boot: device{Device: "none"},
 		refused: map[string]errs.Code{
 			"raid.getLayout": no, "firmware.list": no, "virtual-media.status": no, "management.getEventLog": no, "management.getSecureBoot": no,
 		},
@@ -127,7 +128,7 @@ var recorded = map[string]recordedFacts{
 		bmcFirmware: "4.0", bmcMAC: "ac:1f:6b:18:a2:41", bmcAddress: "192.168.254.120",
 		cpu: "Intel(R) Xeon(R) CPU D-1541 @ 2.10GHz", cpus: 1, cores: 8, modules: 4, moduleBytes: 16 << 30, slot: "DIMMA1",
 		nics:     []string{"ac:1f:6b:18:a4:5a", "ac:1f:6b:18:a4:5b", "ac:1f:6b:18:a6:b2", "ac:1f:6b:18:a6:b3"},
-		firmware: map[string]string{"BIOS": "1.2", "BMC": "4.0"}, sensor: "System Power Control", value: 0, events: 65, boot: device{Device: "none"},
+		firmware: map[string]string{"BIOS": "1.2", "BMC": "4.0"}, sensor: "System Power Control", value: 0, events: 65, console: "reached by IPMI, SSH; enroll", boot: device{Device: "none"},
 		refused: map[string]errs.Code{"bios.getSettings": no, "firmware.list": no, "virtual-media.status": no, "management.getSecureBoot": no},
 	},
 }
@@ -161,6 +162,10 @@ func TestRealBodies(t *testing.T) {
 				case !known && code != "" && (code != no && code != errs.BmcError || op == "inspect.inspect"):
 					t.Errorf("%s = %v, want an answer, or that the BMC has it not", op, err)
 				}
+			}
+			// None of these is an OpenBMC; what ways they have is theirs to say.
+			if err := openSeat(t.Context(), b, "[]").end(t); errs.CodeOf(err) != no || known && !strings.Contains(err.Error(), facts.console) {
+				t.Errorf("console.open = %v, want %s that says %q", err, no, facts.console)
 			}
 			if len(r.changes) > 0 {
 				t.Errorf("the BMC was sent changes: %q", r.changes)

@@ -84,7 +84,7 @@ func (p *provider) BootDeviceOverrideGet(ctx context.Context) (bmc.BootDeviceOve
 	}
 	dev := s.bootDevice()
 	if dev.Device == otherDevice {
-		return bmc.BootDeviceOverride{}, errs.New(errs.BmcError, "the boot override is %s, which no boot device of ours stands for", printable(s.boot.text(bootTarget)))
+		return bmc.BootDeviceOverride{}, errs.New(errs.BmcError, "the boot override is %s, which no boot device of ours stands for", legible(s.boot.text(bootTarget)))
 	}
 	return bmc.BootDeviceOverride{Device: bmc.BootDeviceType(dev.Device), IsPersistent: dev.Persistent, IsEFIBoot: dev.EFI}, nil
 }
@@ -93,7 +93,7 @@ func (p *provider) BootDeviceOverrideGet(ctx context.Context) (bmc.BootDeviceOve
 // what they then ignore, and some show it late.
 func (p *provider) BootDeviceSet(ctx context.Context, device string, persistent, efi bool) (bool, error) {
 	if _, known := bootTargets[metal.Device(device)]; !known {
-		return false, errs.New(errs.InvalidArgs, "unknown boot device %q", printable(device))
+		return false, errs.New(errs.InvalidArgs, "unknown boot device %q", legible(device))
 	}
 	s, err := p.find(ctx)
 	if err != nil {

@@ -9,9 +9,9 @@ import (
 	"regexp"
 	"strconv"
 	"strings"
-	"unicode"
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
+	"github.com/better-compute/site-appliance/appliance/base/printable"
 )
 
 // object is a JSON object of which only what is asked for is decoded: a field
@@ -154,20 +154,9 @@ func pick[S ~string](allowed []string, words ...S) (string, bool) {
 // maxReason is how much of a BMC's own words goes into an error.
 const maxReason = 200
 
-// printable makes a BMC's words safe to print and short. Nothing that it said goes
+// legible makes a BMC's words safe to print and short. Nothing that it said goes
 // home without it: what stands in a serial number may end in a terminal.
-func printable(s string) string {
-	s = strings.Map(func(r rune) rune {
-		if !unicode.IsPrint(r) {
-			return ' '
-		}
-		return r
-	}, strings.ToValidUTF8(s, "?"))
-	if runes := []rune(s); len(runes) > maxReason {
-		return string(runes[:maxReason]) + "..."
-	}
-	return s
-}
+func legible(s string) string { return printable.Excerpt(s, ' ', maxReason) }
 
 // link is the path that a reference names; empty: none, or none that is followed.
 func (c *conn) link(o object, key string) string {
@@ -236,7 +225,7 @@ var blanks = map[string]bool{
 func (o object) word(key string) string { return word(o.text(key)) }
 
 func word(s string) string {
-	s = strings.Join(strings.Fields(printable(s)), " ")
+	s = strings.Join(strings.Fields(legible(s)), " ")
 	if blanks[strings.ToLower(s)] {
 		return ""
 	}
@@ -335,7 +324,7 @@ func (o object) messages(key string) []message {
 	var out []message
 	for _, m := range o.objects(key) {
 		out = append(out, message{
-			id: printable(m.text("MessageId")), text: printable(m.text("Message")),
+			id: legible(m.text("MessageId")), text: legible(m.text("Message")),
 			severity: strings.ToLower(first(m.text("MessageSeverity"), m.text("Severity"))),
 			args:     m.texts("MessageArgs"),
 		})

@@ -25,7 +25,7 @@ func TestDefinition(t *testing.T) {
 	}
 	closer(t.Context())
 	m := d.Manifest()
-	want := []string{"bios", "credentials", "firmware", "inspect", "management", "power", "raid", "virtual-media"}
+	want := []string{"bios", "console", "credentials", "firmware", "inspect", "management", "power", "raid", "virtual-media"}
 	if m.ID != "redfish" || m.RunsOn != "site" || !slices.Equal(m.Kinds, want) {
 		t.Errorf("the driver is %s on %s with %q, want redfish on site with %q", m.ID, m.RunsOn, m.Kinds, want)
 	}
@@ -107,16 +107,16 @@ func TestRealBootAndPower(t *testing.T) {
 	}
 }
 
-func TestPrintable(t *testing.T) {
+func TestLegible(t *testing.T) {
 	for in, want := range map[string]string{
 		"plain":                          "plain",
 		"\x1b[2J\x1b]0;owned\x07serial":  " [2J ]0;owned serial",
 		"a\r\nb\u202ec\u2028d\u0085e":    "a  b c d e",
 		"\xff\xfe":                       "?",
-		strings.Repeat("é", maxReason+1): strings.Repeat("é", maxReason) + "...",
+		strings.Repeat("é", maxReason+1): strings.Repeat("é", maxReason) + "…",
 	} {
-		if got := printable(in); got != want {
-			t.Errorf("printable(%q) = %q, want %q", in, got, want)
+		if got := legible(in); got != want {
+			t.Errorf("legible(%q) = %q, want %q", in, got, want)
 		}
 	}
 }

@@ -3,7 +3,6 @@ package redfish
 import (
 	"context"
 	"crypto/x509"
-	"encoding/hex"
 	"encoding/json"
 	"io"
 	"log/slog"
@@ -72,12 +71,13 @@ func kinds(p *pool) []driver.Part[config] {
 		driver.Implement(metal.BIOSKind(), func(c config, _ *driver.Context) (metal.BIOS, error) { return &machine{p, c}, nil }),
 		driver.Implement(metal.RAIDKind(), func(c config, _ *driver.Context) (metal.RAID, error) { return &machine{p, c}, nil }),
 		driver.Implement(metal.FirmwareKind(), func(c config, _ *driver.Context) (metal.FirmwareManager, error) { return &machine{p, c}, nil }),
+		driver.Implement(metal.ConsoleKind(), func(c config, _ *driver.Context) (metal.Console, error) { return &machine{p, c}, nil }),
 		driver.Implement(metal.CredentialsKind(), func(c config, _ *driver.Context) (metal.Credentials, error) { return &machine{p, c}, nil }),
 	}
 }
 
 // served are the names of kinds.
-var served = []string{"power", "management", "virtual-media", "inspect", "bios", "raid", "firmware", "credentials"}
+var served = []string{"power", "management", "virtual-media", "inspect", "bios", "raid", "firmware", "console", "credentials"}
 
 // retrySafe adds to what is so by its nature nothing: every call reads first,
 // but what it then changes may have been changed by another.
@@ -107,28 +107,13 @@ type config struct {
 // parseConfig reads { address, tlsSpkiSha256 }. Options are invalid-config: this
 // driver takes none, and trust is nothing that an option could loosen.
 func parseConfig(raw json.RawMessage) (config, error) {
-	var in struct {
-		Address     *string `json:"address"`
-		Credentials *string `json:"credentials"`
-		Pin         string  `json:"tlsSpkiSha256"`
-	}
-	if err := driver.StrictJSON(raw, &in, "address", "credentials", "tlsSpkiSha256"); err != nil {
-		return config{}, errs.New(errs.InvalidConfig, "configuration: %v", err)
-	}
-	if in.Address == nil {
-		return config{}, errs.New(errs.InvalidConfig, "configuration: address is missing")
-	}
-	if scheme, _, found := strings.Cut(*in.Address, "://"); found && !strings.EqualFold(scheme, "https") {
-		return config{}, errs.New(errs.InvalidAddress, "driver redfish speaks https only, not %.20q", scheme)
-	}
-	address, err := addressbook.Normalise(*in.Address, ID)
+	t, err := metal.TargetForm{}.Parse(raw)
 	if err != nil {
 		return config{}, err
 	}
-	if in.Pin != "" {
-		if pin, err := hex.DecodeString(in.Pin); err != nil || len(pin) != 32 {
-			return config{}, errs.New(errs.InvalidConfig, "tlsSpkiSha256: want a SHA-256 of 64 hex digits")
-		}
+	if scheme, _, found := strings.Cut(t.Address, "://"); found && !strings.EqualFold(scheme, "https") {
+		return config{}, errs.New(errs.InvalidAddress, "driver redfish speaks https only, not %.20q", scheme)
 	}
-	return config{address: address, pin: strings.ToLower(in.Pin)}, nil
+	address, err := addressbook.Normalise(t.Address, ID)
+	return config{address: address, pin: t.Pin}, err
 }

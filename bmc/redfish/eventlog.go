@@ -90,15 +90,15 @@ func newest(entries []metal.LogEntry) []metal.LogEntry {
 
 // logEntry reads one entry.
 func logEntry(o object) metal.LogEntry {
-	e := metal.LogEntry{ID: printable(o.text("Id")), Message: printable(o.text("Message")), Severity: severity(o)}
+	e := metal.LogEntry{ID: legible(o.text("Id")), Message: legible(o.text("Message")), Severity: severity(o)}
 	if e.Message == "" {
-		e.Message = printable(o.text("Name"))
+		e.Message = legible(o.text("Name"))
 	}
 	if t, err := time.Parse(time.RFC3339, o.text("Created")); err == nil {
 		e.Time = &t
 	}
-	if e.Sensor = printable(o.text("SensorType")); e.Sensor == "" {
-		e.Sensor = printable(o.text("OemSensorType"))
+	if e.Sensor = legible(o.text("SensorType")); e.Sensor == "" {
+		e.Sensor = legible(o.text("OemSensorType"))
 	}
 	return e
 }

@@ -227,7 +227,7 @@ func (p *provider) pushPath(id string) (string, error) {
 	u, err := url.Parse(id)
 	if err != nil || u.Scheme != "" || u.Host != "" || u.User != nil || u.RawQuery != "" || u.Fragment != "" ||
 		!strings.HasPrefix(id, "/") || strings.HasPrefix(id, "//") || strings.ContainsAny(u.Path, "\\%?#") || path.Clean(u.Path) != strings.TrimSuffix(u.Path, "/") {
-		return "", errs.New(errs.BmcError, "the BMC names a place for images that is not its own: %s", printable(id))
+		return "", errs.New(errs.BmcError, "the BMC names a place for images that is not its own: %s", legible(id))
 	}
 	return u.Path, nil
 }

@@ -106,5 +106,5 @@ func plain(ctx context.Context, err error) error {
 	case own != nil:
 		return own
 	}
-	return errs.New(errs.BmcError, "%s", printable(err.Error()))
+	return errs.New(errs.BmcError, "%s", legible(err.Error()))
 }

@@ -82,7 +82,7 @@ func (s *slot) image() string {
 	if at := strings.LastIndexByte(server, '@'); at >= 0 {
 		rest = server[at+1:] + "/" + path
 	}
-	return printable(scheme + rest)
+	return legible(scheme + rest)
 }
 
 // drive reports whether CDs and DVDs go in.
@@ -377,9 +377,9 @@ func (p *provider) fetchFailed(ctx context.Context, a *answer) error {
 		}
 	}
 	if untrusted(text) {
-		return errs.New(errs.MediaUntrusted, "the BMC does not trust the certificate of the image's server: %s", printable(text))
+		return errs.New(errs.MediaUntrusted, "the BMC does not trust the certificate of the image's server: %s", legible(text))
 	}
-	return errs.New(errs.BmcError, "the BMC could not insert the image: %s", printable(text))
+	return errs.New(errs.BmcError, "the BMC could not insert the image: %s", legible(text))
 }
 
 // untrusted reports whether a BMC's words say that it cannot verify the server

@@ -73,7 +73,7 @@ func (p *provider) SendNMI(ctx context.Context) error {
 func (p *provider) PowerSet(ctx context.Context, action string) (bool, error) {
 	words, known := resetTypes[action]
 	if !known {
-		return false, errs.New(errs.InvalidArgs, "unknown power action %q", printable(action))
+		return false, errs.New(errs.InvalidArgs, "unknown power action %q", legible(action))
 	}
 	s, err := p.find(ctx)
 	if err != nil {

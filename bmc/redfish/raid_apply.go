@@ -20,9 +20,9 @@ type step struct {
 
 func (s step) String() string {
 	if s.remove != nil {
-		return "delete volume " + printable(s.remove.Name)
+		return "delete volume " + legible(s.remove.Name)
 	}
-	return "create volume " + printable(s.make.Name)
+	return "create volume " + legible(s.make.Name)
 }
 
 // placed is a wanted volume with what its names stand for.

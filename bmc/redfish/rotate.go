@@ -78,7 +78,7 @@ func (t rotation) run() error {
 	case t.works(t.account, t.fresh) == nil:
 		return nil // an earlier call was interrupted after the change
 	default:
-		return errs.New(errs.BmcError, "the BMC takes neither the old password of %q nor the new one", printable(t.account))
+		return errs.New(errs.BmcError, "the BMC takes neither the old password of %q nor the new one", legible(t.account))
 	}
 	sent := false
 	err := t.m.as(t.ctx, t.username, t.old, t.own(), func(_ *bmclib.Client, p *provider) (err error) {
@@ -118,7 +118,7 @@ func (t rotation) prove(changing error) error {
 	if turnedAway(failed) && changing == nil && t.own() && t.lapses() {
 		failed = t.works(t.account, t.fresh)
 	}
-	name := printable(t.account)
+	name := legible(t.account)
 	switch {
 	case failed == nil:
 		return nil
@@ -300,5 +300,5 @@ func (p *provider) accountPath(ctx context.Context, name string) (string, error)
 			return path, nil
 		}
 	}
-	return "", errs.New(errs.InvalidArgs, "the BMC shows no account %q", printable(name))
+	return "", errs.New(errs.InvalidArgs, "the BMC shows no account %q", legible(name))
 }

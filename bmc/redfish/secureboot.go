@@ -47,7 +47,7 @@ func (p *provider) secureBoot(ctx context.Context) (string, object, error) {
 // secureBootState goes by what the last boot was, and by what is set where the
 // BMC does not tell.
 func secureBootState(o object) metal.SecureBootState {
-	state := metal.SecureBootState{Mode: strings.TrimSuffix(strings.ToLower(printable(o.text("SecureBootMode"))), "mode")}
+	state := metal.SecureBootState{Mode: strings.TrimSuffix(strings.ToLower(legible(o.text("SecureBootMode"))), "mode")}
 	if current := o.text("SecureBootCurrentBoot"); current != "" {
 		state.Enabled = strings.EqualFold(current, "Enabled")
 	} else {

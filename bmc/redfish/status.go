@@ -66,11 +66,11 @@ func reason(data []byte) string {
 		for _, raw := range infos {
 			var info object
 			if json.Unmarshal(raw, &info) == nil && info.text("Message") != "" {
-				return printable(info.text("Message"))
+				return legible(info.text("Message"))
 			}
 		}
 	}
-	return printable(inner.text("message"))
+	return legible(inner.text("message"))
 }
 
 func passwordError() *errs.Error {

@@ -138,7 +138,7 @@ func (p *provider) begun(a *answer) (string, report) {
 	switch {
 	case location == "":
 	case err != nil:
-		p.log.Info("the BMC names a job that is none of its own", "location", printable(location))
+		p.log.Info("the BMC names a job that is none of its own", "location", legible(location))
 	case a.status == http.StatusAccepted, jobPath(path):
 		return path, r
 	}

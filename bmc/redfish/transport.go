@@ -55,15 +55,16 @@ func newClient(t target, legacy bool) (*http.Client, error) {
 	}, nil
 }
 
-// guard refuses requests that leave the target or /redfish/, the place for firmware
-// images excepted.
+// guard refuses requests that leave the target or /redfish/, the places for firmware
+// images and for the console excepted.
 type guard struct {
 	address string
 	next    http.RoundTripper
 }
 
 func (g guard) RoundTrip(r *http.Request) (*http.Response, error) {
-	within := strings.HasPrefix(r.URL.Path, "/redfish/") || r.Method == http.MethodPost && r.Context().Value(pushed{}) == r.URL.Path
+	within := strings.HasPrefix(r.URL.Path, "/redfish/") || r.Method == http.MethodPost && r.Context().Value(pushed{}) == r.URL.Path ||
+		r.Method == http.MethodGet && r.Context().Value(upgraded{}) == r.URL.Path
 	if r.URL.Scheme != "https" || r.URL.Host != g.address || r.URL.User != nil || !within {
 		return nil, errs.New(errs.BmcError, "refused to send a request outside of the BMC's Redfish service")
 	}
@@ -83,7 +84,7 @@ func resource(id string) (string, error) {
 	u, err := url.Parse(id)
 	if err != nil || u.Scheme != "" || u.Host != "" || u.User != nil || u.Opaque != "" || u.RawQuery != "" ||
 		!strings.HasPrefix(u.Path, "/redfish/") || strings.ContainsAny(u.Path, "\\%?") || path.Clean(u.Path) != strings.TrimSuffix(u.Path, "/") {
-		return "", errs.New(errs.BmcError, "the BMC names a resource outside of its Redfish service: %s", printable(id))
+		return "", errs.New(errs.BmcError, "the BMC names a resource outside of its Redfish service: %s", legible(id))
 	}
 	return u.Path, nil
 }
@@ -106,7 +107,7 @@ func (c *conn) resource(id string) (string, error) {
 func (c *conn) page(id string) (path, query string, err error) {
 	id, query, _ = strings.Cut(id, "?")
 	if strings.ContainsFunc(query, func(r rune) bool { return r <= ' ' || r > '~' || r == '#' }) {
-		return "", "", errs.New(errs.BmcError, "the BMC names a page that is no address: %s", printable(query))
+		return "", "", errs.New(errs.BmcError, "the BMC names a page that is no address: %s", legible(query))
 	}
 	path, err = c.resource(id)
 	return path, query, err
@@ -328,5 +329,5 @@ func cause(err error) string {
 	if errors.As(err, &u) {
 		err = u.Err
 	}
-	return printable(err.Error())
+	return legible(err.Error())
 }

@@ -8,6 +8,7 @@ import (
 	"slices"
 	"strings"
 
+	"github.com/better-compute/site-appliance/appliance/base/cmdkind"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/bmc/addressbook"
 	"github.com/better-compute/site-appliance/bmc/bmcv1"
@@ -34,48 +35,37 @@ type Operation struct {
 	Artifacts []string
 }
 
-// Kind is a command kind that carries operations to BMCs.
-type Kind struct {
-	Name, Lane string
-	// Operations are all that it may carry.
-	Operations []string
-	// RetrySafe says that all of them may run twice without harm.
-	RetrySafe bool
-	// counts says whether an operation with these arguments needs grants.
-	counts rule
-	// always says that it needs them for a single target too.
+// guard says when a kind's operations need grants.
+type guard struct {
+	// counts is true for the operations and arguments that need them.
+	counts func(operation string, args driver.Args) bool
+	// always says that they need them for a single target too.
 	always bool
 }
-
-type rule func(operation string, args driver.Args) bool
 
 func no(string, driver.Args) bool  { return false }
 func yes(string, driver.Args) bool { return true }
 
 // The kinds that stand apart from the others.
 const (
-	Query   = "bmc.query"
-	Rotate  = "bmc.rotate"
-	Console = "bmc.console"
-	Bind    = "bmc.bind"
+	Query   = cmdkind.Query
+	Rotate  = cmdkind.Rotate
+	Console = cmdkind.Console
+	Bind    = cmdkind.Bind
 )
 
-// kinds are the operations that each kind may carry; an operation that stands
-// in no list is not allowed. What applyLayout deletes only the BMC knows: it
-// always needs grants.
-var kinds = []Kind{
-	{Name: Query, Lane: "query", RetrySafe: true, counts: no, Operations: []string{
-		"power.getPower", "management.getBootDevice", "management.getEventLog", "management.getSecureBoot",
-		"inspect.inspect", "firmware.list", "bios.getSettings", "raid.getLayout", "virtual-media.status",
-	}},
-	{Name: "bmc.boot", Lane: "power", RetrySafe: true, counts: no, Operations: []string{"management.setBootDevice", "management.setSecureBoot"}},
-	{Name: "bmc.power", Lane: "power", counts: takesDown, Operations: []string{"power.setPower", "management.resetBmc"}},
-	{Name: "bmc.media", Lane: "provision", RetrySafe: true, counts: no, Operations: []string{"virtual-media.insert", "virtual-media.eject"}},
-	{Name: "bmc.bios", Lane: "provision", counts: yes, Operations: []string{"bios.applySettings", "bios.resetSettings"}},
-	{Name: "bmc.raid", Lane: "provision", counts: yes, always: true, Operations: []string{"raid.applyLayout"}},
-	{Name: Rotate, Lane: "provision", counts: yes, Operations: []string{rotation}},
-	{Name: "bmc.firmware", Lane: "transfer", counts: yes, always: true, Operations: []string{firmwareUpdate}},
-	{Name: Console, Lane: "proxy", counts: no, Operations: []string{"console.open"}},
+// guards are those of all kinds that carry operations. What applyLayout deletes
+// only the BMC knows: it always needs grants.
+var guards = map[string]guard{
+	Query:            {counts: no},
+	cmdkind.Boot:     {counts: no},
+	cmdkind.Power:    {counts: takesDown},
+	cmdkind.Media:    {counts: no},
+	cmdkind.BIOS:     {counts: yes},
+	cmdkind.RAID:     {counts: yes, always: true},
+	Rotate:           {counts: yes},
+	cmdkind.Firmware: {counts: yes, always: true},
+	Console:          {counts: no},
 }
 
 // The operations whose arguments the relay reads.
@@ -88,14 +78,8 @@ const (
 )
 
 // Kinds are the command kinds that the relay takes, bmc.bind apart.
-func Kinds() []Kind { return slices.Clone(kinds) }
-
-func kindNamed(name string) (Kind, bool) {
-	i := slices.IndexFunc(kinds, func(k Kind) bool { return k.Name == name })
-	if i < 0 {
-		return Kind{}, false
-	}
-	return kinds[i], true
+func Kinds() []cmdkind.Kind {
+	return slices.DeleteFunc(cmdkind.All(), func(k cmdkind.Kind) bool { return guards[k.Name].counts == nil })
 }
 
 const maxArgs = 1 << 20
@@ -109,7 +93,8 @@ var withoutCredential = []string{wol.ID, manual.ID}
 // unknown-kind, operation-not-allowed, invalid-payload, invalid-args,
 // invalid-config, invalid-address.
 func Check(kind string, op *bmcv1.BmcOperationRequest) (Operation, error) {
-	k, known := kindNamed(kind)
+	k, _ := cmdkind.Named(kind)
+	g, known := guards[kind]
 	switch {
 	case !known:
 		return Operation{}, errs.New(errs.UnknownKind, "unknown kind %q", kind)
@@ -129,8 +114,8 @@ func Check(kind string, op *bmcv1.BmcOperationRequest) (Operation, error) {
 	if err != nil {
 		return Operation{}, err
 	}
-	o := Operation{Key: key, Counts: k.counts(op.GetOperation(), args), RetrySafe: k.RetrySafe}
-	o.Destructive, o.Always = o.Counts, o.Counts && k.always
+	o := Operation{Key: key, Counts: g.counts(op.GetOperation(), args), RetrySafe: k.RetrySafe}
+	o.Destructive, o.Always = o.Counts, o.Counts && g.always
 	switch op.GetOperation() {
 	case setPower:
 		o.Action = action(args)
@@ -144,14 +129,26 @@ func Check(kind string, op *bmcv1.BmcOperationRequest) (Operation, error) {
 
 // CheckBind judges a rebinding as Check does an operation.
 func CheckBind(req *bmcv1.BmcBindRequest) (Operation, error) {
-	key, err := checkTarget(req.GetDriver(), req.GetAddress(), req.GetCredentialsRef(), req.GetTlsSpkiSha256())
+	key, err := bindTarget(req)
 	if err != nil {
 		return Operation{}, err
 	}
 	if req.GetProtected() && addressbook.IsName(key) {
 		return Operation{}, errs.New(errs.InvalidAddress, "%s cannot be protected by a host name, which is not its only one: bind it by its IP address", key)
 	}
-	return Operation{Key: key, Action: addressbook.BindAction(req.GetProtected()), Destructive: true, Counts: true, Always: true, RetrySafe: true}, nil
+	return Operation{Key: key, Action: addressbook.BindAction(req.GetProtected(), req.GetForget()), Destructive: true, Counts: true, Always: true, RetrySafe: true}, nil
+}
+
+func bindTarget(req *bmcv1.BmcBindRequest) (key string, err error) {
+	switch {
+	case !req.GetForget():
+		return checkTarget(req.GetDriver(), req.GetAddress(), req.GetCredentialsRef(), req.GetTlsSpkiSha256())
+	case !driver.ValidID(req.GetDriver()):
+		return "", errs.New(errs.InvalidPayload, "driver %q is not a driver id", req.GetDriver())
+	case req.GetCredentialsRef() != "" || req.GetTlsSpkiSha256() != "" || req.GetProtected():
+		return "", errs.New(errs.InvalidPayload, "what is forgotten is not bound: only driver and address may be set")
+	}
+	return addressbook.Normalise(req.GetAddress(), req.GetDriver())
 }
 
 // checkTarget judges who is meant, and by which credential and pin.

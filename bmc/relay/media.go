@@ -7,10 +7,8 @@ import (
 	"sync"
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
+	"github.com/better-compute/site-appliance/plugins/metal"
 )
-
-// artifactScheme begins a reference to what the site keeps for its BMCs.
-const artifactScheme = "artifact://"
 
 // mounts holds what BMCs may fetch: an image until it is ejected or replaced,
 // since a machine reads it for as long as it is inserted; firmware until its
@@ -51,7 +49,7 @@ func (m *mounts) offer(ctx context.Context, p *Prepared) (settle func(bool), err
 			ref = ""
 		}
 	}
-	if !strings.HasPrefix(ref, artifactScheme) {
+	if !strings.HasPrefix(ref, metal.ArtifactScheme) {
 		return func(ok bool) {
 			if ok && operation == insertMedia {
 				m.replace(p.Address, nil)

@@ -8,6 +8,7 @@ import (
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/bmc/addressbook"
 	"github.com/better-compute/site-appliance/bmc/bmcv1"
+	"github.com/better-compute/site-appliance/bmc/breaker"
 	"github.com/better-compute/site-appliance/bmc/redfish"
 )
 
@@ -35,7 +36,7 @@ func (r *Relay) Ready(ctx context.Context, op *bmcv1.BmcOperationRequest) error 
 		return err
 	}
 	if op.GetDriver() != redfish.ID || r.breaker.Heard(key, heardWithin) {
-		report(errs.New(errs.Cancelled, "not asked"))
+		report(breaker.ErrNothingLearned)
 		return nil
 	}
 	within, cancel := context.WithTimeout(ctx, knockWithin)
@@ -45,7 +46,7 @@ func (r *Relay) Ready(ctx context.Context, op *bmcv1.BmcOperationRequest) error 
 		report(failure)
 		return failure
 	}
-	report(errs.New(errs.Cancelled, "not asked"))
+	report(breaker.ErrNothingLearned)
 	return nil
 }
 

@@ -157,11 +157,19 @@ func (r *Relay) retrySafe(op *bmcv1.BmcOperationRequest) (safe, known bool) {
 // BuiltIn reports whether a driver lives in this process.
 func (r *Relay) BuiltIn(id string) bool { return r.builtIn[id] != nil }
 
-// Bind ties an address to what a signed rebinding says, for good.
+// Bind ties an address to what a signed rebinding says, for good, or forgets it.
 func (r *Relay) Bind(req *bmcv1.BmcBindRequest) error {
 	checked, err := CheckBind(req)
 	if err != nil {
 		return err
+	}
+	if req.GetForget() {
+		if err := r.book.Remove(req.GetAddress(), req.GetDriver()); err != nil {
+			return err
+		}
+		r.breaker.Reset(checked.Key)
+		r.log.Info("BMC forgotten", "address", checked.Key)
+		return nil
 	}
 	if err := r.book.Rebind(req.GetAddress(), req.GetTlsSpkiSha256(), req.GetCredentialsRef(), req.GetDriver(), req.GetProtected()); err != nil {
 		return err
@@ -241,7 +249,7 @@ func (r *Relay) Prepare(ctx context.Context, req Request) (*Prepared, error) {
 		var broke interface{ OfPlugin() }
 		if errors.As(err, &broke) || op.GetOperation() == firmwareUpdate && failure.Code == errs.Unreachable {
 			// The plugin, or perhaps the image's server: that says nothing of the BMC.
-			report(errs.New(errs.Cancelled, "not known"))
+			report(breaker.ErrNothingLearned)
 		} else {
 			report(failure)
 		}

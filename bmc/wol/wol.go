@@ -68,22 +68,15 @@ type machine struct {
 	broadcast func(ctx context.Context, lan string, packet []byte) error
 }
 
+// form is what the configuration is.
+var form = metal.TargetForm{Unpinned: "a magic packet has no TLS, so the key pin cannot be checked: remove the pin"}
+
 func parseConfig(raw json.RawMessage) (machine, error) {
-	var in struct {
-		Address       *string `json:"address"`
-		Credentials   *string `json:"credentials"`
-		TLSSPKISHA256 string  `json:"tlsSpkiSha256"`
+	t, err := form.Parse(raw)
+	if err != nil {
+		return machine{}, err
 	}
-	if err := driver.StrictJSON(raw, &in, "address", "credentials", "tlsSpkiSha256"); err != nil {
-		return machine{}, errs.New(errs.InvalidConfig, "configuration: %v", err)
-	}
-	if in.Address == nil {
-		return machine{}, errs.New(errs.InvalidConfig, "configuration: address is missing")
-	}
-	if in.TLSSPKISHA256 != "" {
-		return machine{}, errs.New(errs.PinUnsupported, "a magic packet has no TLS, so the key pin cannot be checked: remove the pin")
-	}
-	mac, lan, err := split(*in.Address)
+	mac, lan, err := split(t.Address)
 	return machine{mac: mac, lan: lan}, err
 }
 

@@ -283,9 +283,9 @@ func TestTheGuardCountsChanges(t *testing.T) {
 	b.set(func(b *bmc) {
 		b.fault = func(w http.ResponseWriter, _ *http.Request) bool { w.WriteHeader(status); return true }
 	})
-	host, _, why := parseAddress(b.addr(), 443)
-	if why != "" {
-		t.Fatal(why)
+	host, _, err := parseAddress(b.addr(), 443)
+	if err != nil {
+		t.Fatal(err)
 	}
 	post := func(g *guard) error {
 		resp, err := g.client().Post(b.URL+"/write", "application/json", strings.NewReader("{}"))

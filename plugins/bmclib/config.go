@@ -1,10 +1,9 @@
 package bmclib
 
 import (
-	"encoding/hex"
 	"encoding/json"
+	"errors"
 	"net"
-	"net/netip"
 	"regexp"
 	"strconv"
 	"strings"
@@ -12,6 +11,7 @@ import (
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/appliance/base/secret"
 	"github.com/better-compute/site-appliance/plugins/driver"
+	"github.com/better-compute/site-appliance/plugins/metal"
 )
 
 // schema says what parseConfig accepts, as far as a schema can.
@@ -50,68 +50,34 @@ func (c config) hostURL() string {
 
 // parseConfig reads { address, tlsSpkiSha256, options {} } strictly.
 func parseConfig(raw json.RawMessage, port int) (config, error) {
-	var in struct {
-		Address       *string          `json:"address"`
-		Credentials   *string          `json:"credentials"`
-		TLSSPKISHA256 string           `json:"tlsSpkiSha256"`
-		Options       *json.RawMessage `json:"options"`
-	}
-	if err := driver.StrictJSON(raw, &in, "address", "credentials", "tlsSpkiSha256", "options"); err != nil {
-		return config{}, errs.New(errs.InvalidConfig, "configuration: %v", err)
-	}
-	if in.Address == nil {
-		return config{}, errs.New(errs.InvalidConfig, "configuration: address is missing")
-	}
-	if in.Options != nil {
+	t, err := metal.TargetForm{Options: func(raw json.RawMessage) error {
 		var none struct{}
-		if err := driver.StrictJSON(*in.Options, &none); err != nil {
-			return config{}, errs.New(errs.InvalidConfig, "options: %v", err)
-		}
+		return driver.StrictJSON(raw, &none)
+	}}.Parse(raw)
+	if err != nil {
+		return config{}, err
 	}
-	c := config{pin: strings.ToLower(in.TLSSPKISHA256)}
-	if sum, err := hex.DecodeString(c.pin); c.pin != "" && (err != nil || len(sum) != 32) {
-		return config{}, errs.New(errs.InvalidConfig, "tlsSpkiSha256 is not a hex SHA-256")
-	}
-	var why string
-	if c.host, c.port, why = parseAddress(*in.Address, port); why != "" {
-		return config{}, errs.New(errs.InvalidAddress, "address %.80q: %s", *in.Address, why)
+	c := config{pin: t.Pin}
+	if c.host, c.port, err = parseAddress(t.Address, port); err != nil {
+		return config{}, errs.New(errs.InvalidAddress, "address %.80q: %v", t.Address, err)
 	}
 	return c, nil
 }
 
 var (
 	schemeForm = regexp.MustCompile(`^[A-Za-z][A-Za-z0-9+.-]*://`)
-	hostForm   = regexp.MustCompile(`^[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?(\.[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?)*$`)
 	userForm   = regexp.MustCompile(`^[A-Za-z0-9._@-]{1,64}$`)
 )
 
-// parseAddress reads [https://]host[:port], where an IPv6 address with a port
-// stands in brackets; why says what is wrong with it.
-func parseAddress(text string, port int) (host string, _ int, why string) {
+// parseAddress reads [https://]host[:port].
+func parseAddress(text string, port int) (host string, _ int, err error) {
 	if scheme := schemeForm.FindString(text); scheme != "" {
 		if !strings.EqualFold(scheme, "https://") {
-			return "", 0, "the driver speaks https only"
+			return "", 0, errors.New("the driver speaks https only")
 		}
 		text = text[len(scheme):]
 	}
-	if addr, err := netip.ParseAddr(strings.TrimSuffix(strings.TrimPrefix(text, "["), "]")); err == nil && addr.Zone() == "" {
-		return addr.String(), port, ""
-	}
-	host = text
-	if h, p, err := net.SplitHostPort(text); err == nil {
-		n, err := strconv.ParseUint(p, 10, 16)
-		if err != nil || n == 0 {
-			return "", 0, "port is not a number from 1 to 65535"
-		}
-		host, port = h, int(n)
-	}
-	if addr, err := netip.ParseAddr(host); err == nil && addr.Zone() == "" {
-		return addr.String(), port, ""
-	}
-	if len(host) > 253 || !hostForm.MatchString(host) {
-		return "", 0, "want a host name or an IP address, with an optional port"
-	}
-	return host, port, ""
+	return metal.ParseHostPort(text, port)
 }
 
 // maxPassword is what any BMC takes at most.

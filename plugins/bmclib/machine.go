@@ -12,6 +12,7 @@ import (
 	"github.com/bmc-toolbox/common"
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
+	"github.com/better-compute/site-appliance/appliance/base/printable"
 	"github.com/better-compute/site-appliance/plugins/driver"
 	"github.com/better-compute/site-appliance/plugins/metal"
 )
@@ -94,7 +95,7 @@ func (m *machine) told(ctx, limited context.Context, seen, err error) error {
 // clean bounds a message, takes the password out, and what a terminal would obey.
 func (m *machine) clean(text string) string {
 	text = strings.ReplaceAll(text, string(m.login.password.Reveal()), "[redacted]")
-	text = metal.Printable(text)
+	text = printable.Text(text, '?')
 	if len(text) > 400 {
 		text = strings.ToValidUTF8(text[:400], "") + "…"
 	}

@@ -2,18 +2,16 @@ package ipmi
 
 import (
 	"encoding/json"
-	"errors"
 	"fmt"
-	"net/netip"
 	"regexp"
 	"slices"
-	"strconv"
 	"strings"
 	"unicode"
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/appliance/base/secret"
 	"github.com/better-compute/site-appliance/plugins/driver"
+	"github.com/better-compute/site-appliance/plugins/metal"
 )
 
 // schema says what parseConfig accepts, as far as a schema can.
@@ -50,33 +48,19 @@ type config struct {
 // parseConfig reads { address, options { cipherSuite } } strictly. A pin is
 // pin-unsupported, since nothing could check it.
 func parseConfig(raw json.RawMessage) (config, error) {
-	var in struct {
-		Address       *string          `json:"address"`
-		Credentials   *string          `json:"credentials"`
-		TLSSPKISHA256 string           `json:"tlsSpkiSha256"`
-		Options       *json.RawMessage `json:"options"`
-	}
-	if err := driver.StrictJSON(raw, &in, "address", "credentials", "tlsSpkiSha256", "options"); err != nil {
-		return config{}, errs.New(errs.InvalidConfig, "configuration: %v", err)
-	}
-	if in.Address == nil {
-		return config{}, errs.New(errs.InvalidConfig, "configuration: address is missing")
-	}
-	if in.TLSSPKISHA256 != "" {
-		return config{}, errs.New(errs.PinUnsupported,
-			"IPMI has no TLS, so the key pin cannot be checked: use a Redfish driver, or remove the pin")
-	}
 	c := config{suite: defaultSuite}
-	if in.Options != nil {
-		suite, err := parseOptions(*in.Options)
-		if err != nil {
-			return config{}, errs.New(errs.InvalidConfig, "options: %v", err)
-		}
-		c.suite = suite
+	t, err := metal.TargetForm{
+		Unpinned: "IPMI has no TLS, so the key pin cannot be checked: use a Redfish driver, or remove the pin",
+		Options: func(raw json.RawMessage) (err error) {
+			c.suite, err = parseOptions(raw)
+			return err
+		},
+	}.Parse(raw)
+	if err != nil {
+		return config{}, err
 	}
-	var err error
-	if c.host, c.port, err = parseAddress(*in.Address); err != nil {
-		return config{}, errs.New(errs.InvalidAddress, "address %.80q: %v", *in.Address, err)
+	if c.host, c.port, err = parseAddress(t.Address); err != nil {
+		return config{}, errs.New(errs.InvalidAddress, "address %.80q: %v", t.Address, err)
 	}
 	return c, nil
 }
@@ -101,52 +85,12 @@ func parseOptions(raw json.RawMessage) (int, error) {
 
 var (
 	schemeForm = regexp.MustCompile(`^[A-Za-z][A-Za-z0-9+.-]*://`)
-	labelForm  = regexp.MustCompile(`^[A-Za-z0-9]([A-Za-z0-9-]{0,61}[A-Za-z0-9])?$`)
 	userForm   = regexp.MustCompile(`^[A-Za-z0-9._@-]{1,64}$`)
 )
 
-// parseAddress reads [scheme://]host[:port], where an IPv6 address with a port
-// stands in brackets.
+// parseAddress reads [scheme://]host[:port].
 func parseAddress(text string) (host string, port int, err error) {
-	text = text[len(schemeForm.FindString(text)):]
-	host, portText := text, ""
-	switch {
-	case strings.HasPrefix(text, "["):
-		end := strings.IndexByte(text, ']')
-		if end < 0 {
-			return "", 0, errors.New("] is missing")
-		}
-		host, portText = text[1:end], text[end+1:]
-		if a, err := netip.ParseAddr(host); err != nil || !a.Is6() {
-			return "", 0, errors.New("brackets hold no IPv6 address")
-		}
-	case strings.Count(text, ":") == 1:
-		i := strings.IndexByte(text, ':')
-		host, portText = text[:i], text[i:]
-	}
-	port = defaultPort
-	if portText != "" {
-		n, err := strconv.ParseUint(strings.TrimPrefix(portText, ":"), 10, 16)
-		if err != nil || n == 0 || portText[0] != ':' || portText[1] == '+' {
-			return "", 0, errors.New("port is not a number from 1 to 65535")
-		}
-		port = int(n)
-	}
-	if a, err := netip.ParseAddr(host); err == nil {
-		if a.Zone() != "" {
-			return "", 0, errors.New("zones are not supported")
-		}
-		return a.String(), port, nil
-	}
-	if len(host) > 253 {
-		return "", 0, errors.New("host name is too long")
-	}
-	for label := range strings.SplitSeq(host, ".") {
-		if !labelForm.MatchString(label) {
-			return "", 0, errors.New("want a host name or an IP address, with an optional port")
-		}
-	}
-	return host, port, nil
+	return metal.ParseHostPort(text[len(schemeForm.FindString(text)):], defaultPort)
 }
 
 // credentials of one call.

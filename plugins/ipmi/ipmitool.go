@@ -13,8 +13,8 @@ import (
 	"time"
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
+	"github.com/better-compute/site-appliance/appliance/base/printable"
 	"github.com/better-compute/site-appliance/plugins/driver"
-	"github.com/better-compute/site-appliance/plugins/metal"
 )
 
 const (
@@ -113,7 +113,7 @@ func (t *tool) firstLine(outputs ...string) string {
 			if l = strings.TrimSpace(l); l != "" {
 				// The password first: a cut could leave a part of it.
 				l = strings.ReplaceAll(l, string(t.login.password.Reveal()), "[redacted]")
-				return metal.Printable(l[:min(len(l), 300)])
+				return printable.Text(l[:min(len(l), 300)], '?')
 			}
 		}
 	}

@@ -29,7 +29,7 @@ func FirmwareKind() driver.Kind[FirmwareManager] {
 		Operations: map[string]driver.Operation[FirmwareManager]{
 			"list": driver.Get(func(m FirmwareManager, ctx *driver.Context) ([]Firmware, error) {
 				list, err := m.ListFirmware(ctx)
-				return printable(some(list)), err
+				return legible(some(list)), err
 			}),
 			"update": driver.Ask(ParseFirmwareUpdate, FirmwareManager.UpdateFirmware),
 		},

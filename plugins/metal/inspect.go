@@ -13,7 +13,7 @@ func InspectKind() driver.Kind[Inspector] {
 		Name: "inspect",
 		Operations: map[string]driver.Operation[Inspector]{"inspect": driver.Get(func(i Inspector, ctx *driver.Context) (Inspection, error) {
 			in, err := i.Inspect(ctx)
-			return printable(in), err
+			return legible(in), err
 		})},
 		Proxy: func(i *driver.Implementation) Inspector { return inspectProxy{i} },
 	}

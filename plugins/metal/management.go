@@ -93,7 +93,7 @@ func ManagementKind() driver.Kind[Management] {
 			"resetBmc":      driver.Optional[Management](driver.Do(BMCResetter.ResetBMC)),
 			"getEventLog": driver.Optional[Management](driver.Get(func(g EventLogGetter, ctx *driver.Context) ([]LogEntry, error) {
 				log, err := g.GetEventLog(ctx)
-				return printable(some(log)), err
+				return legible(some(log)), err
 			})),
 			"getSecureBoot": driver.Optional[Management](driver.Get(SecureBootGetter.GetSecureBoot)),
 			"setSecureBoot": driver.Optional[Management](driver.Set(ParseSecureBoot, SecureBootSetter.SetSecureBoot)),

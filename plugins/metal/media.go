@@ -7,6 +7,10 @@ import (
 	"github.com/better-compute/site-appliance/plugins/driver"
 )
 
+// ArtifactScheme begins, in the place of a URL, a reference to what a site serves
+// its machines itself, by name or SHA-256: the site puts a URL there.
+const ArtifactScheme = "artifact://"
+
 // Media is what is in a machine's virtual drive.
 type Media struct {
 	Inserted bool `json:"inserted"`

@@ -2,26 +2,13 @@ package metal
 
 import (
 	"reflect"
-	"strings"
-	"unicode"
-	"unicode/utf8"
+
+	"github.com/better-compute/site-appliance/appliance/base/printable"
 )
 
-// Printable is text as it can be shown anywhere: what hardware says of itself
-// may hold anything, and a terminal would obey some of it. Each sign that does
-// not print, or that is no UTF-8, becomes "?".
-func Printable(text string) string {
-	return strings.Map(func(r rune) rune {
-		if r == utf8.RuneError || !unicode.IsPrint(r) {
-			return '?'
-		}
-		return r
-	}, strings.ToValidUTF8(text, "?"))
-}
-
-// printable makes every text that an answer holds Printable, in place for what
-// lies behind pointers and in slices.
-func printable[T any](answer T) T {
+// legible makes every text that an answer holds printable, in place for what lies
+// behind pointers and in slices.
+func legible[T any](answer T) T {
 	clean(reflect.ValueOf(&answer).Elem())
 	return answer
 }
@@ -29,7 +16,7 @@ func printable[T any](answer T) T {
 func clean(v reflect.Value) {
 	switch v.Kind() {
 	case reflect.String:
-		v.SetString(Printable(v.String()))
+		v.SetString(printable.Text(v.String(), '?'))
 	case reflect.Pointer:
 		if !v.IsNil() {
 			clean(v.Elem())

@@ -10,17 +10,6 @@ import (
 	"github.com/better-compute/site-appliance/plugins/driver/drivertest"
 )
 
-func TestPrintable(t *testing.T) {
-	for in, want := range map[string]string{
-		"S/N 42": "S/N 42", "Müller Ω": "Müller Ω", "\x1b[2Jgone": "?[2Jgone", "a\x00b\r\nc\td": "a?b??c?d", "\u202eevil": "?evil",
-		"\x9b31m": "?31m", "\u009b31m": "?31m", "bad\xff\xfe": "bad?", "\u2028": "?", "": "",
-	} {
-		if got := Printable(in); got != want {
-			t.Errorf("Printable(%q) = %q, want %q", in, got, want)
-		}
-	}
-}
-
 // hostile is a machine whose every word is an escape sequence.
 type hostile struct{}
 

@@ -9,6 +9,7 @@ import (
 	"io/fs"
 	"net"
 	"os"
+	"path/filepath"
 	"sync"
 
 	"google.golang.org/protobuf/proto"
@@ -36,6 +37,7 @@ const magic = "bcassign1\n"
 type Store struct {
 	path    string
 	damaged error
+	suspect bool // a file before this one was damaged
 
 	applying sync.Mutex // one Apply at a time, over the disk write too
 	mu       sync.RWMutex
@@ -45,29 +47,54 @@ type Store struct {
 
 // Open reads the snapshot at path; no file is version 0 with no machines. A
 // damaged file is moved aside and counts as none, since the gateway sends a
-// whole snapshot again; Damaged then says why.
+// whole snapshot again; Damaged then says why. What was protected is lost with
+// it: while it lies there, the store is suspect.
 func Open(path string) (*Store, error) {
 	s := &Store{path: path, snapshot: &pxev1.AssignRequest{}}
-	data, err := readBounded(path)
+	if err := s.load(); err != nil {
+		return nil, err
+	}
+	switch _, err := os.Lstat(path + damagedSuffix); {
+	case err == nil:
+		s.suspect = true
+	case !errors.Is(err, fs.ErrNotExist):
+		return nil, fmt.Errorf("look for damaged boot assignments: %w", err)
+	}
+	return s, nil
+}
+
+// damagedSuffix follows the name of a file that was moved aside.
+const damagedSuffix = ".damaged"
+
+func (s *Store) load() error {
+	data, err := readBounded(s.path)
 	if errors.Is(err, fs.ErrNotExist) {
-		return s, nil
+		return nil
 	}
 	if err != nil && !errors.Is(err, errTooLarge) {
-		return nil, fmt.Errorf("read boot assignments: %w", err)
+		return fmt.Errorf("read boot assignments: %w", err)
 	}
 	if err == nil {
 		var req *pxev1.AssignRequest
 		if req, err = decode(data); err == nil {
 			s.install(req)
-			return s, nil
+			return nil
 		}
 	}
-	s.damaged = fmt.Errorf("boot assignments %s are damaged and were moved aside: %w", path, err)
-	if err := os.Rename(path, path+".damaged"); err != nil {
-		return nil, fmt.Errorf("move damaged boot assignments aside: %w", err)
+	s.damaged = fmt.Errorf("boot assignments %s are damaged and were moved aside: %w", s.path, err)
+	err = os.Rename(s.path, s.path+damagedSuffix)
+	if err == nil {
+		err = atomicfile.SyncDir(filepath.Dir(s.path))
 	}
-	return s, nil
+	if err != nil {
+		return fmt.Errorf("move damaged boot assignments aside: %w", err)
+	}
+	return nil
 }
+
+// Suspect reports whether a snapshot before this one was damaged: then every
+// machine that the store does not know counts as protected.
+func (s *Store) Suspect() bool { return s.suspect }
 
 // Damaged is why the file on disk was given up at Open, or nil.
 func (s *Store) Damaged() error { return s.damaged }
@@ -75,7 +102,8 @@ func (s *Store) Damaged() error { return s.damaged }
 // Apply puts req in force and on disk before it returns the version in force.
 // The same version with the same content is fine; an older version, or the
 // same with other content, is refused and changes nothing. A machine that is
-// protected stays it, unless its id is one of unprotect.
+// protected stays it, unless its id is one of unprotect; in a suspect store that
+// is each machine whose protection is not known.
 func (s *Store) Apply(req *pxev1.AssignRequest, unprotect ...string) (uint64, error) {
 	if err := Check(req); err != nil {
 		return s.Version(), err
@@ -85,10 +113,10 @@ func (s *Store) Apply(req *pxev1.AssignRequest, unprotect ...string) (uint64, er
 	s.mu.RLock()
 	current := s.snapshot
 	s.mu.RUnlock()
-	req = keepProtected(current, req, unprotect)
+	req = s.keepProtected(current, req, unprotect)
 	switch {
 	case req.Version < current.Version:
-		return current.Version, errs.New(errs.InvalidArgs, "version %d is older than version %d in force", req.Version, current.Version)
+		return current.Version, errs.New(errs.StaleVersion, "version %d is older than version %d in force", req.Version, current.Version)
 	case req.Version-current.Version > maxAhead:
 		return current.Version, errs.New(errs.InvalidArgs, "version %d is too far ahead of version %d in force", req.Version, current.Version)
 	case req.Version == current.Version:

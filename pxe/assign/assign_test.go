@@ -37,7 +37,7 @@ func TestApply(t *testing.T) {
 	}{
 		{"first", one, 5, ""},
 		{"again", proto.CloneOf(one), 5, ""},
-		{"older", request(4, ramdisk("node_a", "52:54:00:00:00:01")), 5, errs.InvalidArgs},
+		{"older", request(4, ramdisk("node_a", "52:54:00:00:00:01")), 5, errs.StaleVersion},
 		{"same version, other content", request(5), 5, errs.DuplicateMismatch},
 		{"the last version that there is", request(1<<64-1, ramdisk("node_a", "52:54:00:00:00:01")), 5, errs.InvalidArgs},
 		{"newer but invalid", request(6, ramdisk("node_a")), 5, errs.InvalidArgs},
@@ -118,6 +118,9 @@ func TestOpenDamaged(t *testing.T) {
 	if _, err := s.Apply(request(3, ramdisk("node_a", "52:54:00:00:00:01"))); err != nil {
 		t.Fatal(err)
 	}
+	if s.Suspect() || s.Protected("node_b") {
+		t.Error("a store that lost nothing is suspect")
+	}
 	good, err := os.ReadFile(path)
 	if err != nil {
 		t.Fatal(err)
@@ -135,6 +138,10 @@ func TestOpenDamaged(t *testing.T) {
 		}
 		if _, err := os.Stat(path + ".damaged"); err != nil {
 			t.Errorf("Open(%s) kept no damaged copy: %v", name, err)
+		}
+		again, err := Open(path)
+		if err != nil || !s.Suspect() || !again.Suspect() || !again.Protected("node_a") {
+			t.Errorf("after Open(%s): suspect %v, after a restart %v, node_a protected %v, %v", name, s.Suspect(), again.Suspect(), again.Protected("node_a"), err)
 		}
 		if v, err := s.Apply(request(1)); v != 1 || err != nil {
 			t.Errorf("Apply after Open(%s) = %d, %v, want 1", name, v, err)

@@ -26,10 +26,10 @@ func (s *Store) Changes(req *pxev1.AssignRequest) Changes {
 	s.mu.RLock()
 	present := s.snapshot
 	s.mu.RUnlock()
-	return changes(present, req)
+	return changes(present, req, s.suspect)
 }
 
-func changes(present, next *pxev1.AssignRequest) Changes {
+func changes(present, next *pxev1.AssignRequest, suspect bool) Changes {
 	before, after := byMAC(present), byMAC(next)
 	touched, protected, artifacts := map[string]bool{}, protectedIDs(present), map[string]bool{}
 	for mac, m := range after {
@@ -53,7 +53,8 @@ func changes(present, next *pxev1.AssignRequest) Changes {
 		}
 	}
 	c := Changes{Machines: slices.Sorted(maps.Keys(touched)), Artifacts: slices.Sorted(maps.Keys(artifacts))}
-	c.Protected = slices.ContainsFunc(c.Machines, func(id string) bool { return protected[id] })
+	known := ids(present)
+	c.Protected = slices.ContainsFunc(c.Machines, func(id string) bool { return protected[id] || suspect && !known[id] })
 	return c
 }
 
@@ -90,12 +91,21 @@ func protectedIDs(req *pxev1.AssignRequest) map[string]bool {
 	return out
 }
 
-// keepProtected is a copy of req in which what is protected now stays it.
-func keepProtected(present, req *pxev1.AssignRequest, unprotect []string) *pxev1.AssignRequest {
-	protected := protectedIDs(present)
+func ids(req *pxev1.AssignRequest) map[string]bool {
+	out := map[string]bool{}
+	for _, m := range req.GetMachines() {
+		out[m.GetMachineId()] = true
+	}
+	return out
+}
+
+// keepProtected is a copy of req in which what is protected now stays it, or may
+// be.
+func (s *Store) keepProtected(present, req *pxev1.AssignRequest, unprotect []string) *pxev1.AssignRequest {
+	protected, known := protectedIDs(present), ids(present)
 	req = proto.CloneOf(req)
 	for _, m := range req.GetMachines() {
-		if protected[m.GetMachineId()] && !slices.Contains(unprotect, m.GetMachineId()) {
+		if (protected[m.GetMachineId()] || s.suspect && !known[m.GetMachineId()]) && !slices.Contains(unprotect, m.GetMachineId()) {
 			m.Protected = true
 		}
 	}
@@ -112,5 +122,5 @@ func (s *Store) Protected(machineID string) bool {
 			return m.GetProtected()
 		}
 	}
-	return false
+	return s.suspect
 }

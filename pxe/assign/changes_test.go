@@ -53,12 +53,12 @@ func TestChanges(t *testing.T) {
 		"a MAC taken away":               {[]*pxev1.Machine{local("a", "52:54:00:00:00:09"), ramdisk("b", mac2), local("p", mac3)}, []string{"a"}, false},
 		"under another id":               {[]*pxev1.Machine{local("a", mac1), ramdisk("b2", mac2), local("p", mac3)}, []string{"b", "b2"}, false},
 	} {
-		got := changes(request(1, present...), request(2, tt.next...))
+		got := changes(request(1, present...), request(2, tt.next...), false)
 		if !slices.Equal(got.Machines, tt.want) || got.Protected != tt.protected {
 			t.Errorf("%s: changes = %v, protected %v, want %v, %v", name, got.Machines, got.Protected, tt.want, tt.protected)
 		}
 	}
-	got := changes(request(1), request(2, ramdisk("a", mac1), local("l", mac2)))
+	got := changes(request(1), request(2, ramdisk("a", mac1), local("l", mac2)), false)
 	if want := []string{strings.Repeat("ab", 32)}; !slices.Equal(got.Artifacts, want) {
 		t.Errorf("artifacts = %v, want %v", got.Artifacts, want)
 	}

@@ -25,6 +25,156 @@ const (
 	_ = protoimpl.EnforceVersion(protoimpl.MaxVersion - 20)
 )
 
+// BmcAddress is a BMC as a box knows it.
+type BmcAddress struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Driver        string                 `protobuf:"bytes,1,opt,name=driver,proto3" json:"driver,omitempty"`
+	Address       string                 `protobuf:"bytes,2,opt,name=address,proto3" json:"address,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *BmcAddress) Reset() {
+	*x = BmcAddress{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[0]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *BmcAddress) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*BmcAddress) ProtoMessage() {}
+
+func (x *BmcAddress) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[0]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use BmcAddress.ProtoReflect.Descriptor instead.
+func (*BmcAddress) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{0}
+}
+
+func (x *BmcAddress) GetDriver() string {
+	if x != nil {
+		return x.Driver
+	}
+	return ""
+}
+
+func (x *BmcAddress) GetAddress() string {
+	if x != nil {
+		return x.Address
+	}
+	return ""
+}
+
+type ForgetBmcRequest struct {
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	TenantId string                 `protobuf:"bytes,1,opt,name=tenant_id,json=tenantId,proto3" json:"tenant_id,omitempty"`
+	// A site's id or name.
+	Site          string      `protobuf:"bytes,2,opt,name=site,proto3" json:"site,omitempty"`
+	Bmc           *BmcAddress `protobuf:"bytes,3,opt,name=bmc,proto3" json:"bmc,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ForgetBmcRequest) Reset() {
+	*x = ForgetBmcRequest{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ForgetBmcRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ForgetBmcRequest) ProtoMessage() {}
+
+func (x *ForgetBmcRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ForgetBmcRequest.ProtoReflect.Descriptor instead.
+func (*ForgetBmcRequest) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *ForgetBmcRequest) GetTenantId() string {
+	if x != nil {
+		return x.TenantId
+	}
+	return ""
+}
+
+func (x *ForgetBmcRequest) GetSite() string {
+	if x != nil {
+		return x.Site
+	}
+	return ""
+}
+
+func (x *ForgetBmcRequest) GetBmc() *BmcAddress {
+	if x != nil {
+		return x.Bmc
+	}
+	return nil
+}
+
+type ForgetBmcResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ForgetBmcResponse) Reset() {
+	*x = ForgetBmcResponse{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[2]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ForgetBmcResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ForgetBmcResponse) ProtoMessage() {}
+
+func (x *ForgetBmcResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[2]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ForgetBmcResponse.ProtoReflect.Descriptor instead.
+func (*ForgetBmcResponse) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{2}
+}
+
 type SiteHttpHeader struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Name          string                 `protobuf:"bytes,1,opt,name=name,proto3" json:"name,omitempty"`
@@ -35,7 +185,7 @@ type SiteHttpHeader struct {
 
 func (x *SiteHttpHeader) Reset() {
 	*x = SiteHttpHeader{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[0]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[3]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -47,7 +197,7 @@ func (x *SiteHttpHeader) String() string {
 func (*SiteHttpHeader) ProtoMessage() {}
 
 func (x *SiteHttpHeader) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[0]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[3]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -60,7 +210,7 @@ func (x *SiteHttpHeader) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteHttpHeader.ProtoReflect.Descriptor instead.
 func (*SiteHttpHeader) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{0}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{3}
 }
 
 func (x *SiteHttpHeader) GetName() string {
@@ -94,7 +244,7 @@ type SiteHttpProxyRequest struct {
 
 func (x *SiteHttpProxyRequest) Reset() {
 	*x = SiteHttpProxyRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[1]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[4]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -106,7 +256,7 @@ func (x *SiteHttpProxyRequest) String() string {
 func (*SiteHttpProxyRequest) ProtoMessage() {}
 
 func (x *SiteHttpProxyRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[1]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[4]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -119,7 +269,7 @@ func (x *SiteHttpProxyRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteHttpProxyRequest.ProtoReflect.Descriptor instead.
 func (*SiteHttpProxyRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{1}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{4}
 }
 
 func (x *SiteHttpProxyRequest) GetTenantId() string {
@@ -189,7 +339,7 @@ type SiteHttpProxyResponse struct {
 
 func (x *SiteHttpProxyResponse) Reset() {
 	*x = SiteHttpProxyResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[2]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -201,7 +351,7 @@ func (x *SiteHttpProxyResponse) String() string {
 func (*SiteHttpProxyResponse) ProtoMessage() {}
 
 func (x *SiteHttpProxyResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[2]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -214,7 +364,7 @@ func (x *SiteHttpProxyResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SiteHttpProxyResponse.ProtoReflect.Descriptor instead.
 func (*SiteHttpProxyResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{2}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *SiteHttpProxyResponse) GetStatus() uint32 {
@@ -255,7 +405,7 @@ type Site struct {
 
 func (x *Site) Reset() {
 	*x = Site{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[3]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[6]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -267,7 +417,7 @@ func (x *Site) String() string {
 func (*Site) ProtoMessage() {}
 
 func (x *Site) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[3]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[6]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -280,7 +430,7 @@ func (x *Site) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Site.ProtoReflect.Descriptor instead.
 func (*Site) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{3}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{6}
 }
 
 func (x *Site) GetId() string {
@@ -342,7 +492,7 @@ type AddSiteRequest struct {
 
 func (x *AddSiteRequest) Reset() {
 	*x = AddSiteRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[4]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[7]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -354,7 +504,7 @@ func (x *AddSiteRequest) String() string {
 func (*AddSiteRequest) ProtoMessage() {}
 
 func (x *AddSiteRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[4]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[7]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -367,7 +517,7 @@ func (x *AddSiteRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AddSiteRequest.ProtoReflect.Descriptor instead.
 func (*AddSiteRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{4}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{7}
 }
 
 func (x *AddSiteRequest) GetTenantId() string {
@@ -395,7 +545,7 @@ type AddSiteResponse struct {
 
 func (x *AddSiteResponse) Reset() {
 	*x = AddSiteResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[5]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[8]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -407,7 +557,7 @@ func (x *AddSiteResponse) String() string {
 func (*AddSiteResponse) ProtoMessage() {}
 
 func (x *AddSiteResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[5]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[8]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -420,7 +570,7 @@ func (x *AddSiteResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AddSiteResponse.ProtoReflect.Descriptor instead.
 func (*AddSiteResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{5}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{8}
 }
 
 func (x *AddSiteResponse) GetSite() *Site {
@@ -446,7 +596,7 @@ type ListSitesRequest struct {
 
 func (x *ListSitesRequest) Reset() {
 	*x = ListSitesRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[6]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[9]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -458,7 +608,7 @@ func (x *ListSitesRequest) String() string {
 func (*ListSitesRequest) ProtoMessage() {}
 
 func (x *ListSitesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[6]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[9]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -471,7 +621,7 @@ func (x *ListSitesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSitesRequest.ProtoReflect.Descriptor instead.
 func (*ListSitesRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{6}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{9}
 }
 
 func (x *ListSitesRequest) GetTenantId() string {
@@ -490,7 +640,7 @@ type ListSitesResponse struct {
 
 func (x *ListSitesResponse) Reset() {
 	*x = ListSitesResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[7]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[10]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -502,7 +652,7 @@ func (x *ListSitesResponse) String() string {
 func (*ListSitesResponse) ProtoMessage() {}
 
 func (x *ListSitesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[7]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[10]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -515,7 +665,7 @@ func (x *ListSitesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListSitesResponse.ProtoReflect.Descriptor instead.
 func (*ListSitesResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{7}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{10}
 }
 
 func (x *ListSitesResponse) GetItems() []*Site {
@@ -537,7 +687,7 @@ type Pool struct {
 
 func (x *Pool) Reset() {
 	*x = Pool{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[8]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[11]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -549,7 +699,7 @@ func (x *Pool) String() string {
 func (*Pool) ProtoMessage() {}
 
 func (x *Pool) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[8]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[11]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -562,7 +712,7 @@ func (x *Pool) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Pool.ProtoReflect.Descriptor instead.
 func (*Pool) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{8}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{11}
 }
 
 func (x *Pool) GetId() string {
@@ -603,7 +753,7 @@ type PoolPolicy struct {
 
 func (x *PoolPolicy) Reset() {
 	*x = PoolPolicy{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[9]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[12]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -615,7 +765,7 @@ func (x *PoolPolicy) String() string {
 func (*PoolPolicy) ProtoMessage() {}
 
 func (x *PoolPolicy) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[9]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[12]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -628,7 +778,7 @@ func (x *PoolPolicy) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PoolPolicy.ProtoReflect.Descriptor instead.
 func (*PoolPolicy) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{9}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{12}
 }
 
 func (x *PoolPolicy) GetHardwareProfile() string {
@@ -651,7 +801,7 @@ type AddPoolRequest struct {
 
 func (x *AddPoolRequest) Reset() {
 	*x = AddPoolRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[10]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -663,7 +813,7 @@ func (x *AddPoolRequest) String() string {
 func (*AddPoolRequest) ProtoMessage() {}
 
 func (x *AddPoolRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[10]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -676,7 +826,7 @@ func (x *AddPoolRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AddPoolRequest.ProtoReflect.Descriptor instead.
 func (*AddPoolRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{10}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *AddPoolRequest) GetTenantId() string {
@@ -716,7 +866,7 @@ type AddPoolResponse struct {
 
 func (x *AddPoolResponse) Reset() {
 	*x = AddPoolResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[11]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[14]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -728,7 +878,7 @@ func (x *AddPoolResponse) String() string {
 func (*AddPoolResponse) ProtoMessage() {}
 
 func (x *AddPoolResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[11]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[14]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -741,7 +891,7 @@ func (x *AddPoolResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AddPoolResponse.ProtoReflect.Descriptor instead.
 func (*AddPoolResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{11}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{14}
 }
 
 func (x *AddPoolResponse) GetPool() *Pool {
@@ -760,7 +910,7 @@ type ListPoolsRequest struct {
 
 func (x *ListPoolsRequest) Reset() {
 	*x = ListPoolsRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[12]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[15]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -772,7 +922,7 @@ func (x *ListPoolsRequest) String() string {
 func (*ListPoolsRequest) ProtoMessage() {}
 
 func (x *ListPoolsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[12]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[15]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -785,7 +935,7 @@ func (x *ListPoolsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListPoolsRequest.ProtoReflect.Descriptor instead.
 func (*ListPoolsRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{12}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{15}
 }
 
 func (x *ListPoolsRequest) GetTenantId() string {
@@ -804,7 +954,7 @@ type ListPoolsResponse struct {
 
 func (x *ListPoolsResponse) Reset() {
 	*x = ListPoolsResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[13]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[16]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -816,7 +966,7 @@ func (x *ListPoolsResponse) String() string {
 func (*ListPoolsResponse) ProtoMessage() {}
 
 func (x *ListPoolsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[13]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[16]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -829,7 +979,7 @@ func (x *ListPoolsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListPoolsResponse.ProtoReflect.Descriptor instead.
 func (*ListPoolsResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{13}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{16}
 }
 
 func (x *ListPoolsResponse) GetItems() []*Pool {
@@ -850,7 +1000,7 @@ type PutSecretRequest struct {
 
 func (x *PutSecretRequest) Reset() {
 	*x = PutSecretRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[14]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[17]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -862,7 +1012,7 @@ func (x *PutSecretRequest) String() string {
 func (*PutSecretRequest) ProtoMessage() {}
 
 func (x *PutSecretRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[14]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[17]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -875,7 +1025,7 @@ func (x *PutSecretRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PutSecretRequest.ProtoReflect.Descriptor instead.
 func (*PutSecretRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{14}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{17}
 }
 
 func (x *PutSecretRequest) GetTenantId() string {
@@ -909,7 +1059,7 @@ type PutSecretResponse struct {
 
 func (x *PutSecretResponse) Reset() {
 	*x = PutSecretResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[15]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[18]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -921,7 +1071,7 @@ func (x *PutSecretResponse) String() string {
 func (*PutSecretResponse) ProtoMessage() {}
 
 func (x *PutSecretResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[15]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[18]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -934,7 +1084,7 @@ func (x *PutSecretResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PutSecretResponse.ProtoReflect.Descriptor instead.
 func (*PutSecretResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{15}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{18}
 }
 
 func (x *PutSecretResponse) GetRef() string {
@@ -957,7 +1107,7 @@ type Bmc struct {
 
 func (x *Bmc) Reset() {
 	*x = Bmc{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[16]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[19]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -969,7 +1119,7 @@ func (x *Bmc) String() string {
 func (*Bmc) ProtoMessage() {}
 
 func (x *Bmc) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[16]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[19]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -982,7 +1132,7 @@ func (x *Bmc) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Bmc.ProtoReflect.Descriptor instead.
 func (*Bmc) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{16}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{19}
 }
 
 func (x *Bmc) GetDriver() string {
@@ -1049,7 +1199,7 @@ type Machine struct {
 
 func (x *Machine) Reset() {
 	*x = Machine{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[17]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[20]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1061,7 +1211,7 @@ func (x *Machine) String() string {
 func (*Machine) ProtoMessage() {}
 
 func (x *Machine) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[17]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[20]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1074,7 +1224,7 @@ func (x *Machine) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Machine.ProtoReflect.Descriptor instead.
 func (*Machine) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{17}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{20}
 }
 
 func (x *Machine) GetId() string {
@@ -1194,7 +1344,7 @@ type DriverBinding struct {
 
 func (x *DriverBinding) Reset() {
 	*x = DriverBinding{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[18]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[21]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1206,7 +1356,7 @@ func (x *DriverBinding) String() string {
 func (*DriverBinding) ProtoMessage() {}
 
 func (x *DriverBinding) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[18]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[21]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1219,7 +1369,7 @@ func (x *DriverBinding) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DriverBinding.ProtoReflect.Descriptor instead.
 func (*DriverBinding) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{18}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{21}
 }
 
 func (x *DriverBinding) GetDriver() string {
@@ -1255,7 +1405,7 @@ type EnrollMachineRequest struct {
 
 func (x *EnrollMachineRequest) Reset() {
 	*x = EnrollMachineRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[19]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1267,7 +1417,7 @@ func (x *EnrollMachineRequest) String() string {
 func (*EnrollMachineRequest) ProtoMessage() {}
 
 func (x *EnrollMachineRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[19]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1280,7 +1430,7 @@ func (x *EnrollMachineRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EnrollMachineRequest.ProtoReflect.Descriptor instead.
 func (*EnrollMachineRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{19}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *EnrollMachineRequest) GetTenantId() string {
@@ -1348,7 +1498,7 @@ type EnrollMachineResponse struct {
 
 func (x *EnrollMachineResponse) Reset() {
 	*x = EnrollMachineResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[20]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1360,7 +1510,7 @@ func (x *EnrollMachineResponse) String() string {
 func (*EnrollMachineResponse) ProtoMessage() {}
 
 func (x *EnrollMachineResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[20]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1373,7 +1523,7 @@ func (x *EnrollMachineResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EnrollMachineResponse.ProtoReflect.Descriptor instead.
 func (*EnrollMachineResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{20}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *EnrollMachineResponse) GetMachine() *Machine {
@@ -1392,7 +1542,7 @@ type ListMachinesRequest struct {
 
 func (x *ListMachinesRequest) Reset() {
 	*x = ListMachinesRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[21]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1404,7 +1554,7 @@ func (x *ListMachinesRequest) String() string {
 func (*ListMachinesRequest) ProtoMessage() {}
 
 func (x *ListMachinesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[21]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1417,7 +1567,7 @@ func (x *ListMachinesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListMachinesRequest.ProtoReflect.Descriptor instead.
 func (*ListMachinesRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{21}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *ListMachinesRequest) GetTenantId() string {
@@ -1436,7 +1586,7 @@ type ListMachinesResponse struct {
 
 func (x *ListMachinesResponse) Reset() {
 	*x = ListMachinesResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[22]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1448,7 +1598,7 @@ func (x *ListMachinesResponse) String() string {
 func (*ListMachinesResponse) ProtoMessage() {}
 
 func (x *ListMachinesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[22]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1461,7 +1611,7 @@ func (x *ListMachinesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListMachinesResponse.ProtoReflect.Descriptor instead.
 func (*ListMachinesResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{22}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *ListMachinesResponse) GetItems() []*Machine {
@@ -1482,7 +1632,7 @@ type GetMachineRequest struct {
 
 func (x *GetMachineRequest) Reset() {
 	*x = GetMachineRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[23]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1494,7 +1644,7 @@ func (x *GetMachineRequest) String() string {
 func (*GetMachineRequest) ProtoMessage() {}
 
 func (x *GetMachineRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[23]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1507,7 +1657,7 @@ func (x *GetMachineRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetMachineRequest.ProtoReflect.Descriptor instead.
 func (*GetMachineRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{23}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *GetMachineRequest) GetTenantId() string {
@@ -1533,7 +1683,7 @@ type GetMachineResponse struct {
 
 func (x *GetMachineResponse) Reset() {
 	*x = GetMachineResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[24]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1545,7 +1695,7 @@ func (x *GetMachineResponse) String() string {
 func (*GetMachineResponse) ProtoMessage() {}
 
 func (x *GetMachineResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[24]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1558,7 +1708,7 @@ func (x *GetMachineResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetMachineResponse.ProtoReflect.Descriptor instead.
 func (*GetMachineResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{24}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *GetMachineResponse) GetMachine() *Machine {
@@ -1578,7 +1728,7 @@ type GetPowerRequest struct {
 
 func (x *GetPowerRequest) Reset() {
 	*x = GetPowerRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[25]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1590,7 +1740,7 @@ func (x *GetPowerRequest) String() string {
 func (*GetPowerRequest) ProtoMessage() {}
 
 func (x *GetPowerRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[25]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1603,7 +1753,7 @@ func (x *GetPowerRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetPowerRequest.ProtoReflect.Descriptor instead.
 func (*GetPowerRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{25}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *GetPowerRequest) GetTenantId() string {
@@ -1630,7 +1780,7 @@ type GetPowerResponse struct {
 
 func (x *GetPowerResponse) Reset() {
 	*x = GetPowerResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[26]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1642,7 +1792,7 @@ func (x *GetPowerResponse) String() string {
 func (*GetPowerResponse) ProtoMessage() {}
 
 func (x *GetPowerResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[26]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1655,7 +1805,7 @@ func (x *GetPowerResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetPowerResponse.ProtoReflect.Descriptor instead.
 func (*GetPowerResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{26}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *GetPowerResponse) GetPower() string {
@@ -1677,7 +1827,7 @@ type SetPowerRequest struct {
 
 func (x *SetPowerRequest) Reset() {
 	*x = SetPowerRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[27]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1689,7 +1839,7 @@ func (x *SetPowerRequest) String() string {
 func (*SetPowerRequest) ProtoMessage() {}
 
 func (x *SetPowerRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[27]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1702,7 +1852,7 @@ func (x *SetPowerRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetPowerRequest.ProtoReflect.Descriptor instead.
 func (*SetPowerRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{27}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *SetPowerRequest) GetTenantId() string {
@@ -1735,7 +1885,7 @@ type SetPowerResponse struct {
 
 func (x *SetPowerResponse) Reset() {
 	*x = SetPowerResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[28]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1747,7 +1897,7 @@ func (x *SetPowerResponse) String() string {
 func (*SetPowerResponse) ProtoMessage() {}
 
 func (x *SetPowerResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[28]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1760,7 +1910,7 @@ func (x *SetPowerResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetPowerResponse.ProtoReflect.Descriptor instead.
 func (*SetPowerResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{28}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *SetPowerResponse) GetCommandId() string {
@@ -1784,7 +1934,7 @@ type SetBootDeviceRequest struct {
 
 func (x *SetBootDeviceRequest) Reset() {
 	*x = SetBootDeviceRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[29]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1796,7 +1946,7 @@ func (x *SetBootDeviceRequest) String() string {
 func (*SetBootDeviceRequest) ProtoMessage() {}
 
 func (x *SetBootDeviceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[29]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1809,7 +1959,7 @@ func (x *SetBootDeviceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetBootDeviceRequest.ProtoReflect.Descriptor instead.
 func (*SetBootDeviceRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{29}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *SetBootDeviceRequest) GetTenantId() string {
@@ -1856,7 +2006,7 @@ type SetBootDeviceResponse struct {
 
 func (x *SetBootDeviceResponse) Reset() {
 	*x = SetBootDeviceResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[30]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1868,7 +2018,7 @@ func (x *SetBootDeviceResponse) String() string {
 func (*SetBootDeviceResponse) ProtoMessage() {}
 
 func (x *SetBootDeviceResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[30]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1881,7 +2031,7 @@ func (x *SetBootDeviceResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetBootDeviceResponse.ProtoReflect.Descriptor instead.
 func (*SetBootDeviceResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{30}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *SetBootDeviceResponse) GetCommandId() string {
@@ -1901,7 +2051,7 @@ type InspectRequest struct {
 
 func (x *InspectRequest) Reset() {
 	*x = InspectRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[31]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1913,7 +2063,7 @@ func (x *InspectRequest) String() string {
 func (*InspectRequest) ProtoMessage() {}
 
 func (x *InspectRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[31]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1926,7 +2076,7 @@ func (x *InspectRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InspectRequest.ProtoReflect.Descriptor instead.
 func (*InspectRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{31}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *InspectRequest) GetTenantId() string {
@@ -1952,7 +2102,7 @@ type InspectResponse struct {
 
 func (x *InspectResponse) Reset() {
 	*x = InspectResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[32]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1964,7 +2114,7 @@ func (x *InspectResponse) String() string {
 func (*InspectResponse) ProtoMessage() {}
 
 func (x *InspectResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[32]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1977,7 +2127,7 @@ func (x *InspectResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InspectResponse.ProtoReflect.Descriptor instead.
 func (*InspectResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{32}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *InspectResponse) GetWorkflowId() string {
@@ -2002,7 +2152,7 @@ type DeployRequest struct {
 
 func (x *DeployRequest) Reset() {
 	*x = DeployRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[33]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2014,7 +2164,7 @@ func (x *DeployRequest) String() string {
 func (*DeployRequest) ProtoMessage() {}
 
 func (x *DeployRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[33]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2027,7 +2177,7 @@ func (x *DeployRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeployRequest.ProtoReflect.Descriptor instead.
 func (*DeployRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{33}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *DeployRequest) GetTenantId() string {
@@ -2081,7 +2231,7 @@ type DeployResponse struct {
 
 func (x *DeployResponse) Reset() {
 	*x = DeployResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[34]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2093,7 +2243,7 @@ func (x *DeployResponse) String() string {
 func (*DeployResponse) ProtoMessage() {}
 
 func (x *DeployResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[34]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2106,7 +2256,7 @@ func (x *DeployResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeployResponse.ProtoReflect.Descriptor instead.
 func (*DeployResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{34}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *DeployResponse) GetWorkflowId() string {
@@ -2130,7 +2280,7 @@ type OperateRequest struct {
 
 func (x *OperateRequest) Reset() {
 	*x = OperateRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[35]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2142,7 +2292,7 @@ func (x *OperateRequest) String() string {
 func (*OperateRequest) ProtoMessage() {}
 
 func (x *OperateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[35]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2155,7 +2305,7 @@ func (x *OperateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OperateRequest.ProtoReflect.Descriptor instead.
 func (*OperateRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{35}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *OperateRequest) GetTenantId() string {
@@ -2197,7 +2347,7 @@ type OperateResponse struct {
 
 func (x *OperateResponse) Reset() {
 	*x = OperateResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[36]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2209,7 +2359,7 @@ func (x *OperateResponse) String() string {
 func (*OperateResponse) ProtoMessage() {}
 
 func (x *OperateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[36]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2222,7 +2372,7 @@ func (x *OperateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OperateResponse.ProtoReflect.Descriptor instead.
 func (*OperateResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{36}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *OperateResponse) GetCommandId() string {
@@ -2249,7 +2399,7 @@ type GetCommandRequest struct {
 
 func (x *GetCommandRequest) Reset() {
 	*x = GetCommandRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[37]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2261,7 +2411,7 @@ func (x *GetCommandRequest) String() string {
 func (*GetCommandRequest) ProtoMessage() {}
 
 func (x *GetCommandRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[37]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2274,7 +2424,7 @@ func (x *GetCommandRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCommandRequest.ProtoReflect.Descriptor instead.
 func (*GetCommandRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{37}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *GetCommandRequest) GetTenantId() string {
@@ -2306,7 +2456,7 @@ type GetCommandResponse struct {
 
 func (x *GetCommandResponse) Reset() {
 	*x = GetCommandResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[38]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2318,7 +2468,7 @@ func (x *GetCommandResponse) String() string {
 func (*GetCommandResponse) ProtoMessage() {}
 
 func (x *GetCommandResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[38]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2331,7 +2481,7 @@ func (x *GetCommandResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCommandResponse.ProtoReflect.Descriptor instead.
 func (*GetCommandResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{38}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *GetCommandResponse) GetState() string {
@@ -2379,7 +2529,7 @@ type RotateCredentialsRequest struct {
 
 func (x *RotateCredentialsRequest) Reset() {
 	*x = RotateCredentialsRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[39]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2391,7 +2541,7 @@ func (x *RotateCredentialsRequest) String() string {
 func (*RotateCredentialsRequest) ProtoMessage() {}
 
 func (x *RotateCredentialsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[39]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2404,7 +2554,7 @@ func (x *RotateCredentialsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RotateCredentialsRequest.ProtoReflect.Descriptor instead.
 func (*RotateCredentialsRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{39}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *RotateCredentialsRequest) GetTenantId() string {
@@ -2430,7 +2580,7 @@ type RotateCredentialsResponse struct {
 
 func (x *RotateCredentialsResponse) Reset() {
 	*x = RotateCredentialsResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[40]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2442,7 +2592,7 @@ func (x *RotateCredentialsResponse) String() string {
 func (*RotateCredentialsResponse) ProtoMessage() {}
 
 func (x *RotateCredentialsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[40]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2455,7 +2605,7 @@ func (x *RotateCredentialsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RotateCredentialsResponse.ProtoReflect.Descriptor instead.
 func (*RotateCredentialsResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{40}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *RotateCredentialsResponse) GetCommandId() string {
@@ -2478,7 +2628,7 @@ type RebindBmcRequest struct {
 
 func (x *RebindBmcRequest) Reset() {
 	*x = RebindBmcRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[41]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2490,7 +2640,7 @@ func (x *RebindBmcRequest) String() string {
 func (*RebindBmcRequest) ProtoMessage() {}
 
 func (x *RebindBmcRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[41]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2503,7 +2653,7 @@ func (x *RebindBmcRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RebindBmcRequest.ProtoReflect.Descriptor instead.
 func (*RebindBmcRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{41}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *RebindBmcRequest) GetTenantId() string {
@@ -2543,7 +2693,7 @@ type RebindBmcResponse struct {
 
 func (x *RebindBmcResponse) Reset() {
 	*x = RebindBmcResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[42]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2555,7 +2705,7 @@ func (x *RebindBmcResponse) String() string {
 func (*RebindBmcResponse) ProtoMessage() {}
 
 func (x *RebindBmcResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[42]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2568,7 +2718,7 @@ func (x *RebindBmcResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RebindBmcResponse.ProtoReflect.Descriptor instead.
 func (*RebindBmcResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{42}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *RebindBmcResponse) GetCommandId() string {
@@ -2590,7 +2740,7 @@ type ConfirmPowerRequest struct {
 
 func (x *ConfirmPowerRequest) Reset() {
 	*x = ConfirmPowerRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[43]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2602,7 +2752,7 @@ func (x *ConfirmPowerRequest) String() string {
 func (*ConfirmPowerRequest) ProtoMessage() {}
 
 func (x *ConfirmPowerRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[43]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2615,7 +2765,7 @@ func (x *ConfirmPowerRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConfirmPowerRequest.ProtoReflect.Descriptor instead.
 func (*ConfirmPowerRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{43}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *ConfirmPowerRequest) GetTenantId() string {
@@ -2647,7 +2797,7 @@ type ConfirmPowerResponse struct {
 
 func (x *ConfirmPowerResponse) Reset() {
 	*x = ConfirmPowerResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[44]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2659,7 +2809,7 @@ func (x *ConfirmPowerResponse) String() string {
 func (*ConfirmPowerResponse) ProtoMessage() {}
 
 func (x *ConfirmPowerResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[44]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2672,7 +2822,7 @@ func (x *ConfirmPowerResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConfirmPowerResponse.ProtoReflect.Descriptor instead.
 func (*ConfirmPowerResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{44}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{47}
 }
 
 type ConsoleRequest struct {
@@ -2688,7 +2838,7 @@ type ConsoleRequest struct {
 
 func (x *ConsoleRequest) Reset() {
 	*x = ConsoleRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[45]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2700,7 +2850,7 @@ func (x *ConsoleRequest) String() string {
 func (*ConsoleRequest) ProtoMessage() {}
 
 func (x *ConsoleRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[45]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2713,7 +2863,7 @@ func (x *ConsoleRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConsoleRequest.ProtoReflect.Descriptor instead.
 func (*ConsoleRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{45}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *ConsoleRequest) GetRequest() isConsoleRequest_Request {
@@ -2771,7 +2921,7 @@ type ConsoleOpen struct {
 
 func (x *ConsoleOpen) Reset() {
 	*x = ConsoleOpen{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[46]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2783,7 +2933,7 @@ func (x *ConsoleOpen) String() string {
 func (*ConsoleOpen) ProtoMessage() {}
 
 func (x *ConsoleOpen) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[46]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2796,7 +2946,7 @@ func (x *ConsoleOpen) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConsoleOpen.ProtoReflect.Descriptor instead.
 func (*ConsoleOpen) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{46}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{49}
 }
 
 func (x *ConsoleOpen) GetTenantId() string {
@@ -2836,7 +2986,7 @@ type ConsoleResponse struct {
 
 func (x *ConsoleResponse) Reset() {
 	*x = ConsoleResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[47]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[50]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2848,7 +2998,7 @@ func (x *ConsoleResponse) String() string {
 func (*ConsoleResponse) ProtoMessage() {}
 
 func (x *ConsoleResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[47]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[50]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2861,7 +3011,7 @@ func (x *ConsoleResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConsoleResponse.ProtoReflect.Descriptor instead.
 func (*ConsoleResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{47}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{50}
 }
 
 func (x *ConsoleResponse) GetData() []byte {
@@ -2889,7 +3039,7 @@ type GrantRecord struct {
 
 func (x *GrantRecord) Reset() {
 	*x = GrantRecord{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[48]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[51]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2901,7 +3051,7 @@ func (x *GrantRecord) String() string {
 func (*GrantRecord) ProtoMessage() {}
 
 func (x *GrantRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[48]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[51]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2914,7 +3064,7 @@ func (x *GrantRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GrantRecord.ProtoReflect.Descriptor instead.
 func (*GrantRecord) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{48}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{51}
 }
 
 func (x *GrantRecord) GetGrantId() string {
@@ -2970,7 +3120,7 @@ type GrantedOperation struct {
 
 func (x *GrantedOperation) Reset() {
 	*x = GrantedOperation{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[49]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[52]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2982,7 +3132,7 @@ func (x *GrantedOperation) String() string {
 func (*GrantedOperation) ProtoMessage() {}
 
 func (x *GrantedOperation) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[49]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[52]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2995,7 +3145,7 @@ func (x *GrantedOperation) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GrantedOperation.ProtoReflect.Descriptor instead.
 func (*GrantedOperation) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{49}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{52}
 }
 
 func (x *GrantedOperation) GetKind() string {
@@ -3028,15 +3178,18 @@ type ProposeGrantRequest struct {
 	ArtifactSha256 []string `protobuf:"bytes,4,rep,name=artifact_sha256,json=artifactSha256,proto3" json:"artifact_sha256,omitempty"`
 	UsesPerTarget  uint32   `protobuf:"varint,5,opt,name=uses_per_target,json=usesPerTarget,proto3" json:"uses_per_target,omitempty"`
 	// How long it holds, in seconds; at most 7 days.
-	ValidS        uint32 `protobuf:"varint,6,opt,name=valid_s,json=validS,proto3" json:"valid_s,omitempty"`
-	Reason        string `protobuf:"bytes,7,opt,name=reason,proto3" json:"reason,omitempty"`
+	ValidS uint32 `protobuf:"varint,6,opt,name=valid_s,json=validS,proto3" json:"valid_s,omitempty"`
+	Reason string `protobuf:"bytes,7,opt,name=reason,proto3" json:"reason,omitempty"`
+	// BMCs that may be no machine's, at this site, beside those of machines.
+	Site          string        `protobuf:"bytes,8,opt,name=site,proto3" json:"site,omitempty"`
+	Bmcs          []*BmcAddress `protobuf:"bytes,9,rep,name=bmcs,proto3" json:"bmcs,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *ProposeGrantRequest) Reset() {
 	*x = ProposeGrantRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[50]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[53]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3048,7 +3201,7 @@ func (x *ProposeGrantRequest) String() string {
 func (*ProposeGrantRequest) ProtoMessage() {}
 
 func (x *ProposeGrantRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[50]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[53]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3061,7 +3214,7 @@ func (x *ProposeGrantRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ProposeGrantRequest.ProtoReflect.Descriptor instead.
 func (*ProposeGrantRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{50}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{53}
 }
 
 func (x *ProposeGrantRequest) GetTenantId() string {
@@ -3113,6 +3266,20 @@ func (x *ProposeGrantRequest) GetReason() string {
 	return ""
 }
 
+func (x *ProposeGrantRequest) GetSite() string {
+	if x != nil {
+		return x.Site
+	}
+	return ""
+}
+
+func (x *ProposeGrantRequest) GetBmcs() []*BmcAddress {
+	if x != nil {
+		return x.Bmcs
+	}
+	return nil
+}
+
 type ProposeGrantResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Grant         *GrantRecord           `protobuf:"bytes,1,opt,name=grant,proto3" json:"grant,omitempty"`
@@ -3122,7 +3289,7 @@ type ProposeGrantResponse struct {
 
 func (x *ProposeGrantResponse) Reset() {
 	*x = ProposeGrantResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[51]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[54]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3134,7 +3301,7 @@ func (x *ProposeGrantResponse) String() string {
 func (*ProposeGrantResponse) ProtoMessage() {}
 
 func (x *ProposeGrantResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[51]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[54]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3147,7 +3314,7 @@ func (x *ProposeGrantResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ProposeGrantResponse.ProtoReflect.Descriptor instead.
 func (*ProposeGrantResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{51}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{54}
 }
 
 func (x *ProposeGrantResponse) GetGrant() *GrantRecord {
@@ -3167,7 +3334,7 @@ type GetGrantRequest struct {
 
 func (x *GetGrantRequest) Reset() {
 	*x = GetGrantRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[52]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[55]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3179,7 +3346,7 @@ func (x *GetGrantRequest) String() string {
 func (*GetGrantRequest) ProtoMessage() {}
 
 func (x *GetGrantRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[52]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[55]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3192,7 +3359,7 @@ func (x *GetGrantRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetGrantRequest.ProtoReflect.Descriptor instead.
 func (*GetGrantRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{52}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{55}
 }
 
 func (x *GetGrantRequest) GetTenantId() string {
@@ -3218,7 +3385,7 @@ type GetGrantResponse struct {
 
 func (x *GetGrantResponse) Reset() {
 	*x = GetGrantResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[53]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[56]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3230,7 +3397,7 @@ func (x *GetGrantResponse) String() string {
 func (*GetGrantResponse) ProtoMessage() {}
 
 func (x *GetGrantResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[53]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[56]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3243,7 +3410,7 @@ func (x *GetGrantResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetGrantResponse.ProtoReflect.Descriptor instead.
 func (*GetGrantResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{53}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{56}
 }
 
 func (x *GetGrantResponse) GetGrant() *GrantRecord {
@@ -3262,7 +3429,7 @@ type ListGrantsRequest struct {
 
 func (x *ListGrantsRequest) Reset() {
 	*x = ListGrantsRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[54]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[57]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3274,7 +3441,7 @@ func (x *ListGrantsRequest) String() string {
 func (*ListGrantsRequest) ProtoMessage() {}
 
 func (x *ListGrantsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[54]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[57]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3287,7 +3454,7 @@ func (x *ListGrantsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListGrantsRequest.ProtoReflect.Descriptor instead.
 func (*ListGrantsRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{54}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{57}
 }
 
 func (x *ListGrantsRequest) GetTenantId() string {
@@ -3306,7 +3473,7 @@ type ListGrantsResponse struct {
 
 func (x *ListGrantsResponse) Reset() {
 	*x = ListGrantsResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[55]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[58]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3318,7 +3485,7 @@ func (x *ListGrantsResponse) String() string {
 func (*ListGrantsResponse) ProtoMessage() {}
 
 func (x *ListGrantsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[55]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[58]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3331,7 +3498,7 @@ func (x *ListGrantsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListGrantsResponse.ProtoReflect.Descriptor instead.
 func (*ListGrantsResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{55}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{58}
 }
 
 func (x *ListGrantsResponse) GetItems() []*GrantRecord {
@@ -3353,7 +3520,7 @@ type ApproveGrantRequest struct {
 
 func (x *ApproveGrantRequest) Reset() {
 	*x = ApproveGrantRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[56]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[59]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3365,7 +3532,7 @@ func (x *ApproveGrantRequest) String() string {
 func (*ApproveGrantRequest) ProtoMessage() {}
 
 func (x *ApproveGrantRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[56]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[59]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3378,7 +3545,7 @@ func (x *ApproveGrantRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ApproveGrantRequest.ProtoReflect.Descriptor instead.
 func (*ApproveGrantRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{56}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{59}
 }
 
 func (x *ApproveGrantRequest) GetTenantId() string {
@@ -3418,7 +3585,7 @@ type ApproveGrantResponse struct {
 
 func (x *ApproveGrantResponse) Reset() {
 	*x = ApproveGrantResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[57]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[60]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3430,7 +3597,7 @@ func (x *ApproveGrantResponse) String() string {
 func (*ApproveGrantResponse) ProtoMessage() {}
 
 func (x *ApproveGrantResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[57]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[60]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3443,7 +3610,7 @@ func (x *ApproveGrantResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ApproveGrantResponse.ProtoReflect.Descriptor instead.
 func (*ApproveGrantResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{57}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{60}
 }
 
 func (x *ApproveGrantResponse) GetGrant() *GrantRecord {
@@ -3469,7 +3636,7 @@ type Workflow struct {
 
 func (x *Workflow) Reset() {
 	*x = Workflow{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[58]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[61]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3481,7 +3648,7 @@ func (x *Workflow) String() string {
 func (*Workflow) ProtoMessage() {}
 
 func (x *Workflow) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[58]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[61]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3494,7 +3661,7 @@ func (x *Workflow) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Workflow.ProtoReflect.Descriptor instead.
 func (*Workflow) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{58}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{61}
 }
 
 func (x *Workflow) GetId() string {
@@ -3565,7 +3732,7 @@ type Step struct {
 
 func (x *Step) Reset() {
 	*x = Step{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[59]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[62]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3577,7 +3744,7 @@ func (x *Step) String() string {
 func (*Step) ProtoMessage() {}
 
 func (x *Step) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[59]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[62]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3590,7 +3757,7 @@ func (x *Step) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Step.ProtoReflect.Descriptor instead.
 func (*Step) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{59}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{62}
 }
 
 func (x *Step) GetId() string {
@@ -3655,7 +3822,7 @@ type StartWorkflowRequest struct {
 
 func (x *StartWorkflowRequest) Reset() {
 	*x = StartWorkflowRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[60]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[63]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3667,7 +3834,7 @@ func (x *StartWorkflowRequest) String() string {
 func (*StartWorkflowRequest) ProtoMessage() {}
 
 func (x *StartWorkflowRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[60]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[63]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3680,7 +3847,7 @@ func (x *StartWorkflowRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartWorkflowRequest.ProtoReflect.Descriptor instead.
 func (*StartWorkflowRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{60}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{63}
 }
 
 func (x *StartWorkflowRequest) GetTenantId() string {
@@ -3713,7 +3880,7 @@ type StartWorkflowResponse struct {
 
 func (x *StartWorkflowResponse) Reset() {
 	*x = StartWorkflowResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[61]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[64]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3725,7 +3892,7 @@ func (x *StartWorkflowResponse) String() string {
 func (*StartWorkflowResponse) ProtoMessage() {}
 
 func (x *StartWorkflowResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[61]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[64]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3738,7 +3905,7 @@ func (x *StartWorkflowResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartWorkflowResponse.ProtoReflect.Descriptor instead.
 func (*StartWorkflowResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{61}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{64}
 }
 
 func (x *StartWorkflowResponse) GetWorkflowId() string {
@@ -3758,7 +3925,7 @@ type CancelWorkflowRequest struct {
 
 func (x *CancelWorkflowRequest) Reset() {
 	*x = CancelWorkflowRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[62]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[65]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3770,7 +3937,7 @@ func (x *CancelWorkflowRequest) String() string {
 func (*CancelWorkflowRequest) ProtoMessage() {}
 
 func (x *CancelWorkflowRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[62]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[65]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3783,7 +3950,7 @@ func (x *CancelWorkflowRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelWorkflowRequest.ProtoReflect.Descriptor instead.
 func (*CancelWorkflowRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{62}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{65}
 }
 
 func (x *CancelWorkflowRequest) GetTenantId() string {
@@ -3808,7 +3975,7 @@ type CancelWorkflowResponse struct {
 
 func (x *CancelWorkflowResponse) Reset() {
 	*x = CancelWorkflowResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[63]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[66]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3820,7 +3987,7 @@ func (x *CancelWorkflowResponse) String() string {
 func (*CancelWorkflowResponse) ProtoMessage() {}
 
 func (x *CancelWorkflowResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[63]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[66]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3833,7 +4000,7 @@ func (x *CancelWorkflowResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelWorkflowResponse.ProtoReflect.Descriptor instead.
 func (*CancelWorkflowResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{63}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{66}
 }
 
 type GetWorkflowRequest struct {
@@ -3846,7 +4013,7 @@ type GetWorkflowRequest struct {
 
 func (x *GetWorkflowRequest) Reset() {
 	*x = GetWorkflowRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[64]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[67]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3858,7 +4025,7 @@ func (x *GetWorkflowRequest) String() string {
 func (*GetWorkflowRequest) ProtoMessage() {}
 
 func (x *GetWorkflowRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[64]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[67]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3871,7 +4038,7 @@ func (x *GetWorkflowRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetWorkflowRequest.ProtoReflect.Descriptor instead.
 func (*GetWorkflowRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{64}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{67}
 }
 
 func (x *GetWorkflowRequest) GetTenantId() string {
@@ -3897,7 +4064,7 @@ type GetWorkflowResponse struct {
 
 func (x *GetWorkflowResponse) Reset() {
 	*x = GetWorkflowResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[65]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[68]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3909,7 +4076,7 @@ func (x *GetWorkflowResponse) String() string {
 func (*GetWorkflowResponse) ProtoMessage() {}
 
 func (x *GetWorkflowResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[65]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[68]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3922,7 +4089,7 @@ func (x *GetWorkflowResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetWorkflowResponse.ProtoReflect.Descriptor instead.
 func (*GetWorkflowResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{65}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{68}
 }
 
 func (x *GetWorkflowResponse) GetWorkflow() *Workflow {
@@ -3941,7 +4108,7 @@ type ListWorkflowsRequest struct {
 
 func (x *ListWorkflowsRequest) Reset() {
 	*x = ListWorkflowsRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[66]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[69]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3953,7 +4120,7 @@ func (x *ListWorkflowsRequest) String() string {
 func (*ListWorkflowsRequest) ProtoMessage() {}
 
 func (x *ListWorkflowsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[66]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[69]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3966,7 +4133,7 @@ func (x *ListWorkflowsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListWorkflowsRequest.ProtoReflect.Descriptor instead.
 func (*ListWorkflowsRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{66}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{69}
 }
 
 func (x *ListWorkflowsRequest) GetTenantId() string {
@@ -3985,7 +4152,7 @@ type ListWorkflowsResponse struct {
 
 func (x *ListWorkflowsResponse) Reset() {
 	*x = ListWorkflowsResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[67]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[70]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3997,7 +4164,7 @@ func (x *ListWorkflowsResponse) String() string {
 func (*ListWorkflowsResponse) ProtoMessage() {}
 
 func (x *ListWorkflowsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[67]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[70]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4010,7 +4177,7 @@ func (x *ListWorkflowsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListWorkflowsResponse.ProtoReflect.Descriptor instead.
 func (*ListWorkflowsResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{67}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{70}
 }
 
 func (x *ListWorkflowsResponse) GetItems() []*Workflow {
@@ -4033,7 +4200,7 @@ type ImportArtifactRequest struct {
 
 func (x *ImportArtifactRequest) Reset() {
 	*x = ImportArtifactRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[68]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[71]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4045,7 +4212,7 @@ func (x *ImportArtifactRequest) String() string {
 func (*ImportArtifactRequest) ProtoMessage() {}
 
 func (x *ImportArtifactRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[68]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[71]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4058,7 +4225,7 @@ func (x *ImportArtifactRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportArtifactRequest.ProtoReflect.Descriptor instead.
 func (*ImportArtifactRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{68}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{71}
 }
 
 func (x *ImportArtifactRequest) GetPart() isImportArtifactRequest_Part {
@@ -4115,7 +4282,7 @@ type ImportHeader struct {
 
 func (x *ImportHeader) Reset() {
 	*x = ImportHeader{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[69]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[72]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4127,7 +4294,7 @@ func (x *ImportHeader) String() string {
 func (*ImportHeader) ProtoMessage() {}
 
 func (x *ImportHeader) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[69]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[72]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4140,7 +4307,7 @@ func (x *ImportHeader) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportHeader.ProtoReflect.Descriptor instead.
 func (*ImportHeader) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{69}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{72}
 }
 
 func (x *ImportHeader) GetTenantId() string {
@@ -4186,7 +4353,7 @@ type Artifact struct {
 
 func (x *Artifact) Reset() {
 	*x = Artifact{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[70]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[73]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4198,7 +4365,7 @@ func (x *Artifact) String() string {
 func (*Artifact) ProtoMessage() {}
 
 func (x *Artifact) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[70]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[73]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4211,7 +4378,7 @@ func (x *Artifact) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Artifact.ProtoReflect.Descriptor instead.
 func (*Artifact) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{70}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{73}
 }
 
 func (x *Artifact) GetName() string {
@@ -4272,7 +4439,7 @@ type ImportArtifactResponse struct {
 
 func (x *ImportArtifactResponse) Reset() {
 	*x = ImportArtifactResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[71]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[74]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4284,7 +4451,7 @@ func (x *ImportArtifactResponse) String() string {
 func (*ImportArtifactResponse) ProtoMessage() {}
 
 func (x *ImportArtifactResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[71]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[74]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4297,7 +4464,7 @@ func (x *ImportArtifactResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportArtifactResponse.ProtoReflect.Descriptor instead.
 func (*ImportArtifactResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{71}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{74}
 }
 
 func (x *ImportArtifactResponse) GetArtifact() *Artifact {
@@ -4316,7 +4483,7 @@ type ListArtifactsRequest struct {
 
 func (x *ListArtifactsRequest) Reset() {
 	*x = ListArtifactsRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[72]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[75]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4328,7 +4495,7 @@ func (x *ListArtifactsRequest) String() string {
 func (*ListArtifactsRequest) ProtoMessage() {}
 
 func (x *ListArtifactsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[72]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[75]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4341,7 +4508,7 @@ func (x *ListArtifactsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListArtifactsRequest.ProtoReflect.Descriptor instead.
 func (*ListArtifactsRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{72}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{75}
 }
 
 func (x *ListArtifactsRequest) GetTenantId() string {
@@ -4360,7 +4527,7 @@ type ListArtifactsResponse struct {
 
 func (x *ListArtifactsResponse) Reset() {
 	*x = ListArtifactsResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[73]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[76]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4372,7 +4539,7 @@ func (x *ListArtifactsResponse) String() string {
 func (*ListArtifactsResponse) ProtoMessage() {}
 
 func (x *ListArtifactsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[73]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[76]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4385,7 +4552,7 @@ func (x *ListArtifactsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListArtifactsResponse.ProtoReflect.Descriptor instead.
 func (*ListArtifactsResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{73}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{76}
 }
 
 func (x *ListArtifactsResponse) GetItems() []*Artifact {
@@ -4409,7 +4576,7 @@ type EventRecord struct {
 
 func (x *EventRecord) Reset() {
 	*x = EventRecord{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[74]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[77]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4421,7 +4588,7 @@ func (x *EventRecord) String() string {
 func (*EventRecord) ProtoMessage() {}
 
 func (x *EventRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[74]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[77]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4434,7 +4601,7 @@ func (x *EventRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventRecord.ProtoReflect.Descriptor instead.
 func (*EventRecord) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{74}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{77}
 }
 
 func (x *EventRecord) GetAtMs() int64 {
@@ -4492,7 +4659,7 @@ type ListEventsRequest struct {
 
 func (x *ListEventsRequest) Reset() {
 	*x = ListEventsRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[75]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[78]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4504,7 +4671,7 @@ func (x *ListEventsRequest) String() string {
 func (*ListEventsRequest) ProtoMessage() {}
 
 func (x *ListEventsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[75]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[78]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4517,7 +4684,7 @@ func (x *ListEventsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListEventsRequest.ProtoReflect.Descriptor instead.
 func (*ListEventsRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{75}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{78}
 }
 
 func (x *ListEventsRequest) GetTenantId() string {
@@ -4550,7 +4717,7 @@ type ListEventsResponse struct {
 
 func (x *ListEventsResponse) Reset() {
 	*x = ListEventsResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[76]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[79]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4562,7 +4729,7 @@ func (x *ListEventsResponse) String() string {
 func (*ListEventsResponse) ProtoMessage() {}
 
 func (x *ListEventsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[76]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[79]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4575,7 +4742,7 @@ func (x *ListEventsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListEventsResponse.ProtoReflect.Descriptor instead.
 func (*ListEventsResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{76}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{79}
 }
 
 func (x *ListEventsResponse) GetItems() []*EventRecord {
@@ -4603,7 +4770,7 @@ type Driver struct {
 
 func (x *Driver) Reset() {
 	*x = Driver{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[77]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[80]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4615,7 +4782,7 @@ func (x *Driver) String() string {
 func (*Driver) ProtoMessage() {}
 
 func (x *Driver) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[77]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[80]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4628,7 +4795,7 @@ func (x *Driver) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Driver.ProtoReflect.Descriptor instead.
 func (*Driver) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{77}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{80}
 }
 
 func (x *Driver) GetId() string {
@@ -4684,7 +4851,7 @@ type ListDriversRequest struct {
 
 func (x *ListDriversRequest) Reset() {
 	*x = ListDriversRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[78]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[81]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4696,7 +4863,7 @@ func (x *ListDriversRequest) String() string {
 func (*ListDriversRequest) ProtoMessage() {}
 
 func (x *ListDriversRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[78]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[81]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4709,7 +4876,7 @@ func (x *ListDriversRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListDriversRequest.ProtoReflect.Descriptor instead.
 func (*ListDriversRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{78}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{81}
 }
 
 func (x *ListDriversRequest) GetTenantId() string {
@@ -4736,7 +4903,7 @@ type ListDriversResponse struct {
 
 func (x *ListDriversResponse) Reset() {
 	*x = ListDriversResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[79]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[82]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4748,7 +4915,7 @@ func (x *ListDriversResponse) String() string {
 func (*ListDriversResponse) ProtoMessage() {}
 
 func (x *ListDriversResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[79]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[82]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4761,7 +4928,7 @@ func (x *ListDriversResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListDriversResponse.ProtoReflect.Descriptor instead.
 func (*ListDriversResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{79}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{82}
 }
 
 func (x *ListDriversResponse) GetItems() []*Driver {
@@ -4784,7 +4951,7 @@ type PlacementRequest struct {
 
 func (x *PlacementRequest) Reset() {
 	*x = PlacementRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[80]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[83]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4796,7 +4963,7 @@ func (x *PlacementRequest) String() string {
 func (*PlacementRequest) ProtoMessage() {}
 
 func (x *PlacementRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[80]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[83]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4809,7 +4976,7 @@ func (x *PlacementRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlacementRequest.ProtoReflect.Descriptor instead.
 func (*PlacementRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{80}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{83}
 }
 
 func (x *PlacementRequest) GetTenantId() string {
@@ -4849,7 +5016,7 @@ type PlacementCandidate struct {
 
 func (x *PlacementCandidate) Reset() {
 	*x = PlacementCandidate{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[81]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[84]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4861,7 +5028,7 @@ func (x *PlacementCandidate) String() string {
 func (*PlacementCandidate) ProtoMessage() {}
 
 func (x *PlacementCandidate) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[81]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[84]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4874,7 +5041,7 @@ func (x *PlacementCandidate) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlacementCandidate.ProtoReflect.Descriptor instead.
 func (*PlacementCandidate) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{81}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{84}
 }
 
 func (x *PlacementCandidate) GetAgentId() string {
@@ -4929,7 +5096,7 @@ type PlacementResponse struct {
 
 func (x *PlacementResponse) Reset() {
 	*x = PlacementResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[82]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[85]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4941,7 +5108,7 @@ func (x *PlacementResponse) String() string {
 func (*PlacementResponse) ProtoMessage() {}
 
 func (x *PlacementResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[82]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[85]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4954,7 +5121,7 @@ func (x *PlacementResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlacementResponse.ProtoReflect.Descriptor instead.
 func (*PlacementResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{82}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{85}
 }
 
 func (x *PlacementResponse) GetItems() []*PlacementCandidate {
@@ -4984,7 +5151,7 @@ type Instance struct {
 
 func (x *Instance) Reset() {
 	*x = Instance{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[83]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[86]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4996,7 +5163,7 @@ func (x *Instance) String() string {
 func (*Instance) ProtoMessage() {}
 
 func (x *Instance) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[83]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[86]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5009,7 +5176,7 @@ func (x *Instance) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Instance.ProtoReflect.Descriptor instead.
 func (*Instance) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{83}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{86}
 }
 
 func (x *Instance) GetId() string {
@@ -5089,7 +5256,7 @@ type ApplyInstanceRequest struct {
 
 func (x *ApplyInstanceRequest) Reset() {
 	*x = ApplyInstanceRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[84]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[87]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5101,7 +5268,7 @@ func (x *ApplyInstanceRequest) String() string {
 func (*ApplyInstanceRequest) ProtoMessage() {}
 
 func (x *ApplyInstanceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[84]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[87]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5114,7 +5281,7 @@ func (x *ApplyInstanceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ApplyInstanceRequest.ProtoReflect.Descriptor instead.
 func (*ApplyInstanceRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{84}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{87}
 }
 
 func (x *ApplyInstanceRequest) GetTenantId() string {
@@ -5161,7 +5328,7 @@ type ApplyInstanceResponse struct {
 
 func (x *ApplyInstanceResponse) Reset() {
 	*x = ApplyInstanceResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[85]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[88]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5173,7 +5340,7 @@ func (x *ApplyInstanceResponse) String() string {
 func (*ApplyInstanceResponse) ProtoMessage() {}
 
 func (x *ApplyInstanceResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[85]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[88]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5186,7 +5353,7 @@ func (x *ApplyInstanceResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ApplyInstanceResponse.ProtoReflect.Descriptor instead.
 func (*ApplyInstanceResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{85}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{88}
 }
 
 func (x *ApplyInstanceResponse) GetInstance() *Instance {
@@ -5207,7 +5374,7 @@ type ListInstancesRequest struct {
 
 func (x *ListInstancesRequest) Reset() {
 	*x = ListInstancesRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[86]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[89]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5219,7 +5386,7 @@ func (x *ListInstancesRequest) String() string {
 func (*ListInstancesRequest) ProtoMessage() {}
 
 func (x *ListInstancesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[86]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[89]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5232,7 +5399,7 @@ func (x *ListInstancesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListInstancesRequest.ProtoReflect.Descriptor instead.
 func (*ListInstancesRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{86}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{89}
 }
 
 func (x *ListInstancesRequest) GetTenantId() string {
@@ -5258,7 +5425,7 @@ type ListInstancesResponse struct {
 
 func (x *ListInstancesResponse) Reset() {
 	*x = ListInstancesResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[87]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[90]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5270,7 +5437,7 @@ func (x *ListInstancesResponse) String() string {
 func (*ListInstancesResponse) ProtoMessage() {}
 
 func (x *ListInstancesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[87]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[90]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5283,7 +5450,7 @@ func (x *ListInstancesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListInstancesResponse.ProtoReflect.Descriptor instead.
 func (*ListInstancesResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{87}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{90}
 }
 
 func (x *ListInstancesResponse) GetItems() []*Instance {
@@ -5305,7 +5472,7 @@ type RemoveInstanceRequest struct {
 
 func (x *RemoveInstanceRequest) Reset() {
 	*x = RemoveInstanceRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[88]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[91]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5317,7 +5484,7 @@ func (x *RemoveInstanceRequest) String() string {
 func (*RemoveInstanceRequest) ProtoMessage() {}
 
 func (x *RemoveInstanceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[88]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[91]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5330,7 +5497,7 @@ func (x *RemoveInstanceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveInstanceRequest.ProtoReflect.Descriptor instead.
 func (*RemoveInstanceRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{88}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{91}
 }
 
 func (x *RemoveInstanceRequest) GetTenantId() string {
@@ -5362,7 +5529,7 @@ type RemoveInstanceResponse struct {
 
 func (x *RemoveInstanceResponse) Reset() {
 	*x = RemoveInstanceResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[89]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[92]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5374,7 +5541,7 @@ func (x *RemoveInstanceResponse) String() string {
 func (*RemoveInstanceResponse) ProtoMessage() {}
 
 func (x *RemoveInstanceResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[89]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[92]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5387,7 +5554,7 @@ func (x *RemoveInstanceResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveInstanceResponse.ProtoReflect.Descriptor instead.
 func (*RemoveInstanceResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{89}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{92}
 }
 
 var File_appliance_api_computev1_compute_proto protoreflect.FileDescriptor
@@ -5395,7 +5562,16 @@ var File_appliance_api_computev1_compute_proto protoreflect.FileDescriptor
 const file_appliance_api_computev1_compute_proto_rawDesc = "" +
 	"\n" +
 	"%appliance/api/computev1/compute.proto\x12\n" +
-	"compute.v1\x1a\x1cgoogle/protobuf/struct.proto\":\n" +
+	"compute.v1\x1a\x1cgoogle/protobuf/struct.proto\">\n" +
+	"\n" +
+	"BmcAddress\x12\x16\n" +
+	"\x06driver\x18\x01 \x01(\tR\x06driver\x12\x18\n" +
+	"\aaddress\x18\x02 \x01(\tR\aaddress\"m\n" +
+	"\x10ForgetBmcRequest\x12\x1b\n" +
+	"\ttenant_id\x18\x01 \x01(\tR\btenantId\x12\x12\n" +
+	"\x04site\x18\x02 \x01(\tR\x04site\x12(\n" +
+	"\x03bmc\x18\x03 \x01(\v2\x16.compute.v1.BmcAddressR\x03bmc\"\x13\n" +
+	"\x11ForgetBmcResponse\":\n" +
 	"\x0eSiteHttpHeader\x12\x12\n" +
 	"\x04name\x18\x01 \x01(\tR\x04name\x12\x14\n" +
 	"\x05value\x18\x02 \x01(\tR\x05value\"\x81\x02\n" +
@@ -5615,7 +5791,7 @@ const file_appliance_api_computev1_compute_proto_rawDesc = "" +
 	"\x10GrantedOperation\x12\x12\n" +
 	"\x04kind\x18\x01 \x01(\tR\x04kind\x12\x1c\n" +
 	"\toperation\x18\x02 \x01(\tR\toperation\x12\x16\n" +
-	"\x06action\x18\x03 \x01(\tR\x06action\"\x8e\x02\n" +
+	"\x06action\x18\x03 \x01(\tR\x06action\"\xce\x02\n" +
 	"\x13ProposeGrantRequest\x12\x1b\n" +
 	"\ttenant_id\x18\x01 \x01(\tR\btenantId\x12<\n" +
 	"\n" +
@@ -5625,7 +5801,9 @@ const file_appliance_api_computev1_compute_proto_rawDesc = "" +
 	"\x0fartifact_sha256\x18\x04 \x03(\tR\x0eartifactSha256\x12&\n" +
 	"\x0fuses_per_target\x18\x05 \x01(\rR\rusesPerTarget\x12\x17\n" +
 	"\avalid_s\x18\x06 \x01(\rR\x06validS\x12\x16\n" +
-	"\x06reason\x18\a \x01(\tR\x06reason\"E\n" +
+	"\x06reason\x18\a \x01(\tR\x06reason\x12\x12\n" +
+	"\x04site\x18\b \x01(\tR\x04site\x12*\n" +
+	"\x04bmcs\x18\t \x03(\v2\x16.compute.v1.BmcAddressR\x04bmcs\"E\n" +
 	"\x14ProposeGrantResponse\x12-\n" +
 	"\x05grant\x18\x01 \x01(\v2\x17.compute.v1.GrantRecordR\x05grant\"I\n" +
 	"\x0fGetGrantRequest\x12\x1b\n" +
@@ -5789,11 +5967,12 @@ const file_appliance_api_computev1_compute_proto_rawDesc = "" +
 	"\ttenant_id\x18\x01 \x01(\tR\btenantId\x12\x1a\n" +
 	"\binstance\x18\x02 \x01(\tR\binstance\x12\x18\n" +
 	"\amachine\x18\x03 \x01(\tR\amachine\"\x18\n" +
-	"\x16RemoveInstanceResponse2\xe6\x01\n" +
+	"\x16RemoveInstanceResponse2\xb0\x02\n" +
 	"\vSiteService\x12>\n" +
 	"\x03Add\x12\x1a.compute.v1.AddSiteRequest\x1a\x1b.compute.v1.AddSiteResponse\x12C\n" +
 	"\x04List\x12\x1c.compute.v1.ListSitesRequest\x1a\x1d.compute.v1.ListSitesResponse\x12R\n" +
-	"\tHttpProxy\x12 .compute.v1.SiteHttpProxyRequest\x1a!.compute.v1.SiteHttpProxyResponse0\x012\x92\x01\n" +
+	"\tHttpProxy\x12 .compute.v1.SiteHttpProxyRequest\x1a!.compute.v1.SiteHttpProxyResponse0\x01\x12H\n" +
+	"\tForgetBmc\x12\x1c.compute.v1.ForgetBmcRequest\x1a\x1d.compute.v1.ForgetBmcResponse2\x92\x01\n" +
 	"\vPoolService\x12>\n" +
 	"\x03Add\x12\x1a.compute.v1.AddPoolRequest\x1a\x1b.compute.v1.AddPoolResponse\x12C\n" +
 	"\x04List\x12\x1c.compute.v1.ListPoolsRequest\x1a\x1d.compute.v1.ListPoolsResponse2S\n" +
@@ -5851,222 +6030,229 @@ func file_appliance_api_computev1_compute_proto_rawDescGZIP() []byte {
 	return file_appliance_api_computev1_compute_proto_rawDescData
 }
 
-var file_appliance_api_computev1_compute_proto_msgTypes = make([]protoimpl.MessageInfo, 95)
+var file_appliance_api_computev1_compute_proto_msgTypes = make([]protoimpl.MessageInfo, 98)
 var file_appliance_api_computev1_compute_proto_goTypes = []any{
-	(*SiteHttpHeader)(nil),            // 0: compute.v1.SiteHttpHeader
-	(*SiteHttpProxyRequest)(nil),      // 1: compute.v1.SiteHttpProxyRequest
-	(*SiteHttpProxyResponse)(nil),     // 2: compute.v1.SiteHttpProxyResponse
-	(*Site)(nil),                      // 3: compute.v1.Site
-	(*AddSiteRequest)(nil),            // 4: compute.v1.AddSiteRequest
-	(*AddSiteResponse)(nil),           // 5: compute.v1.AddSiteResponse
-	(*ListSitesRequest)(nil),          // 6: compute.v1.ListSitesRequest
-	(*ListSitesResponse)(nil),         // 7: compute.v1.ListSitesResponse
-	(*Pool)(nil),                      // 8: compute.v1.Pool
-	(*PoolPolicy)(nil),                // 9: compute.v1.PoolPolicy
-	(*AddPoolRequest)(nil),            // 10: compute.v1.AddPoolRequest
-	(*AddPoolResponse)(nil),           // 11: compute.v1.AddPoolResponse
-	(*ListPoolsRequest)(nil),          // 12: compute.v1.ListPoolsRequest
-	(*ListPoolsResponse)(nil),         // 13: compute.v1.ListPoolsResponse
-	(*PutSecretRequest)(nil),          // 14: compute.v1.PutSecretRequest
-	(*PutSecretResponse)(nil),         // 15: compute.v1.PutSecretResponse
-	(*Bmc)(nil),                       // 16: compute.v1.Bmc
-	(*Machine)(nil),                   // 17: compute.v1.Machine
-	(*DriverBinding)(nil),             // 18: compute.v1.DriverBinding
-	(*EnrollMachineRequest)(nil),      // 19: compute.v1.EnrollMachineRequest
-	(*EnrollMachineResponse)(nil),     // 20: compute.v1.EnrollMachineResponse
-	(*ListMachinesRequest)(nil),       // 21: compute.v1.ListMachinesRequest
-	(*ListMachinesResponse)(nil),      // 22: compute.v1.ListMachinesResponse
-	(*GetMachineRequest)(nil),         // 23: compute.v1.GetMachineRequest
-	(*GetMachineResponse)(nil),        // 24: compute.v1.GetMachineResponse
-	(*GetPowerRequest)(nil),           // 25: compute.v1.GetPowerRequest
-	(*GetPowerResponse)(nil),          // 26: compute.v1.GetPowerResponse
-	(*SetPowerRequest)(nil),           // 27: compute.v1.SetPowerRequest
-	(*SetPowerResponse)(nil),          // 28: compute.v1.SetPowerResponse
-	(*SetBootDeviceRequest)(nil),      // 29: compute.v1.SetBootDeviceRequest
-	(*SetBootDeviceResponse)(nil),     // 30: compute.v1.SetBootDeviceResponse
-	(*InspectRequest)(nil),            // 31: compute.v1.InspectRequest
-	(*InspectResponse)(nil),           // 32: compute.v1.InspectResponse
-	(*DeployRequest)(nil),             // 33: compute.v1.DeployRequest
-	(*DeployResponse)(nil),            // 34: compute.v1.DeployResponse
-	(*OperateRequest)(nil),            // 35: compute.v1.OperateRequest
-	(*OperateResponse)(nil),           // 36: compute.v1.OperateResponse
-	(*GetCommandRequest)(nil),         // 37: compute.v1.GetCommandRequest
-	(*GetCommandResponse)(nil),        // 38: compute.v1.GetCommandResponse
-	(*RotateCredentialsRequest)(nil),  // 39: compute.v1.RotateCredentialsRequest
-	(*RotateCredentialsResponse)(nil), // 40: compute.v1.RotateCredentialsResponse
-	(*RebindBmcRequest)(nil),          // 41: compute.v1.RebindBmcRequest
-	(*RebindBmcResponse)(nil),         // 42: compute.v1.RebindBmcResponse
-	(*ConfirmPowerRequest)(nil),       // 43: compute.v1.ConfirmPowerRequest
-	(*ConfirmPowerResponse)(nil),      // 44: compute.v1.ConfirmPowerResponse
-	(*ConsoleRequest)(nil),            // 45: compute.v1.ConsoleRequest
-	(*ConsoleOpen)(nil),               // 46: compute.v1.ConsoleOpen
-	(*ConsoleResponse)(nil),           // 47: compute.v1.ConsoleResponse
-	(*GrantRecord)(nil),               // 48: compute.v1.GrantRecord
-	(*GrantedOperation)(nil),          // 49: compute.v1.GrantedOperation
-	(*ProposeGrantRequest)(nil),       // 50: compute.v1.ProposeGrantRequest
-	(*ProposeGrantResponse)(nil),      // 51: compute.v1.ProposeGrantResponse
-	(*GetGrantRequest)(nil),           // 52: compute.v1.GetGrantRequest
-	(*GetGrantResponse)(nil),          // 53: compute.v1.GetGrantResponse
-	(*ListGrantsRequest)(nil),         // 54: compute.v1.ListGrantsRequest
-	(*ListGrantsResponse)(nil),        // 55: compute.v1.ListGrantsResponse
-	(*ApproveGrantRequest)(nil),       // 56: compute.v1.ApproveGrantRequest
-	(*ApproveGrantResponse)(nil),      // 57: compute.v1.ApproveGrantResponse
-	(*Workflow)(nil),                  // 58: compute.v1.Workflow
-	(*Step)(nil),                      // 59: compute.v1.Step
-	(*StartWorkflowRequest)(nil),      // 60: compute.v1.StartWorkflowRequest
-	(*StartWorkflowResponse)(nil),     // 61: compute.v1.StartWorkflowResponse
-	(*CancelWorkflowRequest)(nil),     // 62: compute.v1.CancelWorkflowRequest
-	(*CancelWorkflowResponse)(nil),    // 63: compute.v1.CancelWorkflowResponse
-	(*GetWorkflowRequest)(nil),        // 64: compute.v1.GetWorkflowRequest
-	(*GetWorkflowResponse)(nil),       // 65: compute.v1.GetWorkflowResponse
-	(*ListWorkflowsRequest)(nil),      // 66: compute.v1.ListWorkflowsRequest
-	(*ListWorkflowsResponse)(nil),     // 67: compute.v1.ListWorkflowsResponse
-	(*ImportArtifactRequest)(nil),     // 68: compute.v1.ImportArtifactRequest
-	(*ImportHeader)(nil),              // 69: compute.v1.ImportHeader
-	(*Artifact)(nil),                  // 70: compute.v1.Artifact
-	(*ImportArtifactResponse)(nil),    // 71: compute.v1.ImportArtifactResponse
-	(*ListArtifactsRequest)(nil),      // 72: compute.v1.ListArtifactsRequest
-	(*ListArtifactsResponse)(nil),     // 73: compute.v1.ListArtifactsResponse
-	(*EventRecord)(nil),               // 74: compute.v1.EventRecord
-	(*ListEventsRequest)(nil),         // 75: compute.v1.ListEventsRequest
-	(*ListEventsResponse)(nil),        // 76: compute.v1.ListEventsResponse
-	(*Driver)(nil),                    // 77: compute.v1.Driver
-	(*ListDriversRequest)(nil),        // 78: compute.v1.ListDriversRequest
-	(*ListDriversResponse)(nil),       // 79: compute.v1.ListDriversResponse
-	(*PlacementRequest)(nil),          // 80: compute.v1.PlacementRequest
-	(*PlacementCandidate)(nil),        // 81: compute.v1.PlacementCandidate
-	(*PlacementResponse)(nil),         // 82: compute.v1.PlacementResponse
-	(*Instance)(nil),                  // 83: compute.v1.Instance
-	(*ApplyInstanceRequest)(nil),      // 84: compute.v1.ApplyInstanceRequest
-	(*ApplyInstanceResponse)(nil),     // 85: compute.v1.ApplyInstanceResponse
-	(*ListInstancesRequest)(nil),      // 86: compute.v1.ListInstancesRequest
-	(*ListInstancesResponse)(nil),     // 87: compute.v1.ListInstancesResponse
-	(*RemoveInstanceRequest)(nil),     // 88: compute.v1.RemoveInstanceRequest
-	(*RemoveInstanceResponse)(nil),    // 89: compute.v1.RemoveInstanceResponse
-	nil,                               // 90: compute.v1.Machine.DriversEntry
-	nil,                               // 91: compute.v1.EnrollMachineRequest.DriversEntry
-	nil,                               // 92: compute.v1.Driver.RetrySafeEntry
-	nil,                               // 93: compute.v1.PlacementRequest.NodeLabelsEntry
-	nil,                               // 94: compute.v1.PlacementCandidate.LabelsEntry
-	(*structpb.ListValue)(nil),        // 95: google.protobuf.ListValue
+	(*BmcAddress)(nil),                // 0: compute.v1.BmcAddress
+	(*ForgetBmcRequest)(nil),          // 1: compute.v1.ForgetBmcRequest
+	(*ForgetBmcResponse)(nil),         // 2: compute.v1.ForgetBmcResponse
+	(*SiteHttpHeader)(nil),            // 3: compute.v1.SiteHttpHeader
+	(*SiteHttpProxyRequest)(nil),      // 4: compute.v1.SiteHttpProxyRequest
+	(*SiteHttpProxyResponse)(nil),     // 5: compute.v1.SiteHttpProxyResponse
+	(*Site)(nil),                      // 6: compute.v1.Site
+	(*AddSiteRequest)(nil),            // 7: compute.v1.AddSiteRequest
+	(*AddSiteResponse)(nil),           // 8: compute.v1.AddSiteResponse
+	(*ListSitesRequest)(nil),          // 9: compute.v1.ListSitesRequest
+	(*ListSitesResponse)(nil),         // 10: compute.v1.ListSitesResponse
+	(*Pool)(nil),                      // 11: compute.v1.Pool
+	(*PoolPolicy)(nil),                // 12: compute.v1.PoolPolicy
+	(*AddPoolRequest)(nil),            // 13: compute.v1.AddPoolRequest
+	(*AddPoolResponse)(nil),           // 14: compute.v1.AddPoolResponse
+	(*ListPoolsRequest)(nil),          // 15: compute.v1.ListPoolsRequest
+	(*ListPoolsResponse)(nil),         // 16: compute.v1.ListPoolsResponse
+	(*PutSecretRequest)(nil),          // 17: compute.v1.PutSecretRequest
+	(*PutSecretResponse)(nil),         // 18: compute.v1.PutSecretResponse
+	(*Bmc)(nil),                       // 19: compute.v1.Bmc
+	(*Machine)(nil),                   // 20: compute.v1.Machine
+	(*DriverBinding)(nil),             // 21: compute.v1.DriverBinding
+	(*EnrollMachineRequest)(nil),      // 22: compute.v1.EnrollMachineRequest
+	(*EnrollMachineResponse)(nil),     // 23: compute.v1.EnrollMachineResponse
+	(*ListMachinesRequest)(nil),       // 24: compute.v1.ListMachinesRequest
+	(*ListMachinesResponse)(nil),      // 25: compute.v1.ListMachinesResponse
+	(*GetMachineRequest)(nil),         // 26: compute.v1.GetMachineRequest
+	(*GetMachineResponse)(nil),        // 27: compute.v1.GetMachineResponse
+	(*GetPowerRequest)(nil),           // 28: compute.v1.GetPowerRequest
+	(*GetPowerResponse)(nil),          // 29: compute.v1.GetPowerResponse
+	(*SetPowerRequest)(nil),           // 30: compute.v1.SetPowerRequest
+	(*SetPowerResponse)(nil),          // 31: compute.v1.SetPowerResponse
+	(*SetBootDeviceRequest)(nil),      // 32: compute.v1.SetBootDeviceRequest
+	(*SetBootDeviceResponse)(nil),     // 33: compute.v1.SetBootDeviceResponse
+	(*InspectRequest)(nil),            // 34: compute.v1.InspectRequest
+	(*InspectResponse)(nil),           // 35: compute.v1.InspectResponse
+	(*DeployRequest)(nil),             // 36: compute.v1.DeployRequest
+	(*DeployResponse)(nil),            // 37: compute.v1.DeployResponse
+	(*OperateRequest)(nil),            // 38: compute.v1.OperateRequest
+	(*OperateResponse)(nil),           // 39: compute.v1.OperateResponse
+	(*GetCommandRequest)(nil),         // 40: compute.v1.GetCommandRequest
+	(*GetCommandResponse)(nil),        // 41: compute.v1.GetCommandResponse
+	(*RotateCredentialsRequest)(nil),  // 42: compute.v1.RotateCredentialsRequest
+	(*RotateCredentialsResponse)(nil), // 43: compute.v1.RotateCredentialsResponse
+	(*RebindBmcRequest)(nil),          // 44: compute.v1.RebindBmcRequest
+	(*RebindBmcResponse)(nil),         // 45: compute.v1.RebindBmcResponse
+	(*ConfirmPowerRequest)(nil),       // 46: compute.v1.ConfirmPowerRequest
+	(*ConfirmPowerResponse)(nil),      // 47: compute.v1.ConfirmPowerResponse
+	(*ConsoleRequest)(nil),            // 48: compute.v1.ConsoleRequest
+	(*ConsoleOpen)(nil),               // 49: compute.v1.ConsoleOpen
+	(*ConsoleResponse)(nil),           // 50: compute.v1.ConsoleResponse
+	(*GrantRecord)(nil),               // 51: compute.v1.GrantRecord
+	(*GrantedOperation)(nil),          // 52: compute.v1.GrantedOperation
+	(*ProposeGrantRequest)(nil),       // 53: compute.v1.ProposeGrantRequest
+	(*ProposeGrantResponse)(nil),      // 54: compute.v1.ProposeGrantResponse
+	(*GetGrantRequest)(nil),           // 55: compute.v1.GetGrantRequest
+	(*GetGrantResponse)(nil),          // 56: compute.v1.GetGrantResponse
+	(*ListGrantsRequest)(nil),         // 57: compute.v1.ListGrantsRequest
+	(*ListGrantsResponse)(nil),        // 58: compute.v1.ListGrantsResponse
+	(*ApproveGrantRequest)(nil),       // 59: compute.v1.ApproveGrantRequest
+	(*ApproveGrantResponse)(nil),      // 60: compute.v1.ApproveGrantResponse
+	(*Workflow)(nil),                  // 61: compute.v1.Workflow
+	(*Step)(nil),                      // 62: compute.v1.Step
+	(*StartWorkflowRequest)(nil),      // 63: compute.v1.StartWorkflowRequest
+	(*StartWorkflowResponse)(nil),     // 64: compute.v1.StartWorkflowResponse
+	(*CancelWorkflowRequest)(nil),     // 65: compute.v1.CancelWorkflowRequest
+	(*CancelWorkflowResponse)(nil),    // 66: compute.v1.CancelWorkflowResponse
+	(*GetWorkflowRequest)(nil),        // 67: compute.v1.GetWorkflowRequest
+	(*GetWorkflowResponse)(nil),       // 68: compute.v1.GetWorkflowResponse
+	(*ListWorkflowsRequest)(nil),      // 69: compute.v1.ListWorkflowsRequest
+	(*ListWorkflowsResponse)(nil),     // 70: compute.v1.ListWorkflowsResponse
+	(*ImportArtifactRequest)(nil),     // 71: compute.v1.ImportArtifactRequest
+	(*ImportHeader)(nil),              // 72: compute.v1.ImportHeader
+	(*Artifact)(nil),                  // 73: compute.v1.Artifact
+	(*ImportArtifactResponse)(nil),    // 74: compute.v1.ImportArtifactResponse
+	(*ListArtifactsRequest)(nil),      // 75: compute.v1.ListArtifactsRequest
+	(*ListArtifactsResponse)(nil),     // 76: compute.v1.ListArtifactsResponse
+	(*EventRecord)(nil),               // 77: compute.v1.EventRecord
+	(*ListEventsRequest)(nil),         // 78: compute.v1.ListEventsRequest
+	(*ListEventsResponse)(nil),        // 79: compute.v1.ListEventsResponse
+	(*Driver)(nil),                    // 80: compute.v1.Driver
+	(*ListDriversRequest)(nil),        // 81: compute.v1.ListDriversRequest
+	(*ListDriversResponse)(nil),       // 82: compute.v1.ListDriversResponse
+	(*PlacementRequest)(nil),          // 83: compute.v1.PlacementRequest
+	(*PlacementCandidate)(nil),        // 84: compute.v1.PlacementCandidate
+	(*PlacementResponse)(nil),         // 85: compute.v1.PlacementResponse
+	(*Instance)(nil),                  // 86: compute.v1.Instance
+	(*ApplyInstanceRequest)(nil),      // 87: compute.v1.ApplyInstanceRequest
+	(*ApplyInstanceResponse)(nil),     // 88: compute.v1.ApplyInstanceResponse
+	(*ListInstancesRequest)(nil),      // 89: compute.v1.ListInstancesRequest
+	(*ListInstancesResponse)(nil),     // 90: compute.v1.ListInstancesResponse
+	(*RemoveInstanceRequest)(nil),     // 91: compute.v1.RemoveInstanceRequest
+	(*RemoveInstanceResponse)(nil),    // 92: compute.v1.RemoveInstanceResponse
+	nil,                               // 93: compute.v1.Machine.DriversEntry
+	nil,                               // 94: compute.v1.EnrollMachineRequest.DriversEntry
+	nil,                               // 95: compute.v1.Driver.RetrySafeEntry
+	nil,                               // 96: compute.v1.PlacementRequest.NodeLabelsEntry
+	nil,                               // 97: compute.v1.PlacementCandidate.LabelsEntry
+	(*structpb.ListValue)(nil),        // 98: google.protobuf.ListValue
 }
 var file_appliance_api_computev1_compute_proto_depIdxs = []int32{
-	0,  // 0: compute.v1.SiteHttpProxyRequest.headers:type_name -> compute.v1.SiteHttpHeader
-	0,  // 1: compute.v1.SiteHttpProxyResponse.headers:type_name -> compute.v1.SiteHttpHeader
-	3,  // 2: compute.v1.AddSiteResponse.site:type_name -> compute.v1.Site
-	3,  // 3: compute.v1.ListSitesResponse.items:type_name -> compute.v1.Site
-	9,  // 4: compute.v1.Pool.policy:type_name -> compute.v1.PoolPolicy
-	9,  // 5: compute.v1.AddPoolRequest.policy:type_name -> compute.v1.PoolPolicy
-	8,  // 6: compute.v1.AddPoolResponse.pool:type_name -> compute.v1.Pool
-	8,  // 7: compute.v1.ListPoolsResponse.items:type_name -> compute.v1.Pool
-	16, // 8: compute.v1.Machine.bmc:type_name -> compute.v1.Bmc
-	90, // 9: compute.v1.Machine.drivers:type_name -> compute.v1.Machine.DriversEntry
-	16, // 10: compute.v1.EnrollMachineRequest.bmc:type_name -> compute.v1.Bmc
-	91, // 11: compute.v1.EnrollMachineRequest.drivers:type_name -> compute.v1.EnrollMachineRequest.DriversEntry
-	17, // 12: compute.v1.EnrollMachineResponse.machine:type_name -> compute.v1.Machine
-	17, // 13: compute.v1.ListMachinesResponse.items:type_name -> compute.v1.Machine
-	17, // 14: compute.v1.GetMachineResponse.machine:type_name -> compute.v1.Machine
-	16, // 15: compute.v1.RebindBmcRequest.bmc:type_name -> compute.v1.Bmc
-	46, // 16: compute.v1.ConsoleRequest.open:type_name -> compute.v1.ConsoleOpen
-	49, // 17: compute.v1.ProposeGrantRequest.operations:type_name -> compute.v1.GrantedOperation
-	48, // 18: compute.v1.ProposeGrantResponse.grant:type_name -> compute.v1.GrantRecord
-	48, // 19: compute.v1.GetGrantResponse.grant:type_name -> compute.v1.GrantRecord
-	48, // 20: compute.v1.ListGrantsResponse.items:type_name -> compute.v1.GrantRecord
-	48, // 21: compute.v1.ApproveGrantResponse.grant:type_name -> compute.v1.GrantRecord
-	59, // 22: compute.v1.Workflow.steps:type_name -> compute.v1.Step
-	58, // 23: compute.v1.GetWorkflowResponse.workflow:type_name -> compute.v1.Workflow
-	58, // 24: compute.v1.ListWorkflowsResponse.items:type_name -> compute.v1.Workflow
-	69, // 25: compute.v1.ImportArtifactRequest.header:type_name -> compute.v1.ImportHeader
-	70, // 26: compute.v1.ImportArtifactResponse.artifact:type_name -> compute.v1.Artifact
-	70, // 27: compute.v1.ListArtifactsResponse.items:type_name -> compute.v1.Artifact
-	74, // 28: compute.v1.ListEventsResponse.items:type_name -> compute.v1.EventRecord
-	92, // 29: compute.v1.Driver.retry_safe:type_name -> compute.v1.Driver.RetrySafeEntry
-	77, // 30: compute.v1.ListDriversResponse.items:type_name -> compute.v1.Driver
-	93, // 31: compute.v1.PlacementRequest.node_labels:type_name -> compute.v1.PlacementRequest.NodeLabelsEntry
-	94, // 32: compute.v1.PlacementCandidate.labels:type_name -> compute.v1.PlacementCandidate.LabelsEntry
-	81, // 33: compute.v1.PlacementResponse.items:type_name -> compute.v1.PlacementCandidate
-	83, // 34: compute.v1.ApplyInstanceResponse.instance:type_name -> compute.v1.Instance
-	83, // 35: compute.v1.ListInstancesResponse.items:type_name -> compute.v1.Instance
-	18, // 36: compute.v1.Machine.DriversEntry.value:type_name -> compute.v1.DriverBinding
-	18, // 37: compute.v1.EnrollMachineRequest.DriversEntry.value:type_name -> compute.v1.DriverBinding
-	95, // 38: compute.v1.Driver.RetrySafeEntry.value:type_name -> google.protobuf.ListValue
-	4,  // 39: compute.v1.SiteService.Add:input_type -> compute.v1.AddSiteRequest
-	6,  // 40: compute.v1.SiteService.List:input_type -> compute.v1.ListSitesRequest
-	1,  // 41: compute.v1.SiteService.HttpProxy:input_type -> compute.v1.SiteHttpProxyRequest
-	10, // 42: compute.v1.PoolService.Add:input_type -> compute.v1.AddPoolRequest
-	12, // 43: compute.v1.PoolService.List:input_type -> compute.v1.ListPoolsRequest
-	14, // 44: compute.v1.SecretService.Put:input_type -> compute.v1.PutSecretRequest
-	19, // 45: compute.v1.MetalService.Enroll:input_type -> compute.v1.EnrollMachineRequest
-	21, // 46: compute.v1.MetalService.List:input_type -> compute.v1.ListMachinesRequest
-	23, // 47: compute.v1.MetalService.Get:input_type -> compute.v1.GetMachineRequest
-	25, // 48: compute.v1.MetalService.GetPower:input_type -> compute.v1.GetPowerRequest
-	27, // 49: compute.v1.MetalService.SetPower:input_type -> compute.v1.SetPowerRequest
-	29, // 50: compute.v1.MetalService.SetBootDevice:input_type -> compute.v1.SetBootDeviceRequest
-	31, // 51: compute.v1.MetalService.Inspect:input_type -> compute.v1.InspectRequest
-	33, // 52: compute.v1.MetalService.Deploy:input_type -> compute.v1.DeployRequest
-	35, // 53: compute.v1.MetalService.Operate:input_type -> compute.v1.OperateRequest
-	37, // 54: compute.v1.MetalService.GetCommand:input_type -> compute.v1.GetCommandRequest
-	39, // 55: compute.v1.MetalService.RotateCredentials:input_type -> compute.v1.RotateCredentialsRequest
-	41, // 56: compute.v1.MetalService.RebindBmc:input_type -> compute.v1.RebindBmcRequest
-	43, // 57: compute.v1.MetalService.ConfirmPower:input_type -> compute.v1.ConfirmPowerRequest
-	45, // 58: compute.v1.MetalService.Console:input_type -> compute.v1.ConsoleRequest
-	50, // 59: compute.v1.GrantService.Propose:input_type -> compute.v1.ProposeGrantRequest
-	52, // 60: compute.v1.GrantService.Get:input_type -> compute.v1.GetGrantRequest
-	54, // 61: compute.v1.GrantService.List:input_type -> compute.v1.ListGrantsRequest
-	56, // 62: compute.v1.GrantService.Approve:input_type -> compute.v1.ApproveGrantRequest
-	60, // 63: compute.v1.WorkflowService.Start:input_type -> compute.v1.StartWorkflowRequest
-	62, // 64: compute.v1.WorkflowService.Cancel:input_type -> compute.v1.CancelWorkflowRequest
-	64, // 65: compute.v1.WorkflowService.Get:input_type -> compute.v1.GetWorkflowRequest
-	66, // 66: compute.v1.WorkflowService.List:input_type -> compute.v1.ListWorkflowsRequest
-	68, // 67: compute.v1.ArtifactService.Import:input_type -> compute.v1.ImportArtifactRequest
-	72, // 68: compute.v1.ArtifactService.List:input_type -> compute.v1.ListArtifactsRequest
-	75, // 69: compute.v1.EventService.List:input_type -> compute.v1.ListEventsRequest
-	78, // 70: compute.v1.DriverService.List:input_type -> compute.v1.ListDriversRequest
-	80, // 71: compute.v1.PlacementService.Find:input_type -> compute.v1.PlacementRequest
-	84, // 72: compute.v1.InstanceService.Apply:input_type -> compute.v1.ApplyInstanceRequest
-	86, // 73: compute.v1.InstanceService.List:input_type -> compute.v1.ListInstancesRequest
-	88, // 74: compute.v1.InstanceService.Remove:input_type -> compute.v1.RemoveInstanceRequest
-	5,  // 75: compute.v1.SiteService.Add:output_type -> compute.v1.AddSiteResponse
-	7,  // 76: compute.v1.SiteService.List:output_type -> compute.v1.ListSitesResponse
-	2,  // 77: compute.v1.SiteService.HttpProxy:output_type -> compute.v1.SiteHttpProxyResponse
-	11, // 78: compute.v1.PoolService.Add:output_type -> compute.v1.AddPoolResponse
-	13, // 79: compute.v1.PoolService.List:output_type -> compute.v1.ListPoolsResponse
-	15, // 80: compute.v1.SecretService.Put:output_type -> compute.v1.PutSecretResponse
-	20, // 81: compute.v1.MetalService.Enroll:output_type -> compute.v1.EnrollMachineResponse
-	22, // 82: compute.v1.MetalService.List:output_type -> compute.v1.ListMachinesResponse
-	24, // 83: compute.v1.MetalService.Get:output_type -> compute.v1.GetMachineResponse
-	26, // 84: compute.v1.MetalService.GetPower:output_type -> compute.v1.GetPowerResponse
-	28, // 85: compute.v1.MetalService.SetPower:output_type -> compute.v1.SetPowerResponse
-	30, // 86: compute.v1.MetalService.SetBootDevice:output_type -> compute.v1.SetBootDeviceResponse
-	32, // 87: compute.v1.MetalService.Inspect:output_type -> compute.v1.InspectResponse
-	34, // 88: compute.v1.MetalService.Deploy:output_type -> compute.v1.DeployResponse
-	36, // 89: compute.v1.MetalService.Operate:output_type -> compute.v1.OperateResponse
-	38, // 90: compute.v1.MetalService.GetCommand:output_type -> compute.v1.GetCommandResponse
-	40, // 91: compute.v1.MetalService.RotateCredentials:output_type -> compute.v1.RotateCredentialsResponse
-	42, // 92: compute.v1.MetalService.RebindBmc:output_type -> compute.v1.RebindBmcResponse
-	44, // 93: compute.v1.MetalService.ConfirmPower:output_type -> compute.v1.ConfirmPowerResponse
-	47, // 94: compute.v1.MetalService.Console:output_type -> compute.v1.ConsoleResponse
-	51, // 95: compute.v1.GrantService.Propose:output_type -> compute.v1.ProposeGrantResponse
-	53, // 96: compute.v1.GrantService.Get:output_type -> compute.v1.GetGrantResponse
-	55, // 97: compute.v1.GrantService.List:output_type -> compute.v1.ListGrantsResponse
-	57, // 98: compute.v1.GrantService.Approve:output_type -> compute.v1.ApproveGrantResponse
-	61, // 99: compute.v1.WorkflowService.Start:output_type -> compute.v1.StartWorkflowResponse
-	63, // 100: compute.v1.WorkflowService.Cancel:output_type -> compute.v1.CancelWorkflowResponse
-	65, // 101: compute.v1.WorkflowService.Get:output_type -> compute.v1.GetWorkflowResponse
-	67, // 102: compute.v1.WorkflowService.List:output_type -> compute.v1.ListWorkflowsResponse
-	71, // 103: compute.v1.ArtifactService.Import:output_type -> compute.v1.ImportArtifactResponse
-	73, // 104: compute.v1.ArtifactService.List:output_type -> compute.v1.ListArtifactsResponse
-	76, // 105: compute.v1.EventService.List:output_type -> compute.v1.ListEventsResponse
-	79, // 106: compute.v1.DriverService.List:output_type -> compute.v1.ListDriversResponse
-	82, // 107: compute.v1.PlacementService.Find:output_type -> compute.v1.PlacementResponse
-	85, // 108: compute.v1.InstanceService.Apply:output_type -> compute.v1.ApplyInstanceResponse
-	87, // 109: compute.v1.InstanceService.List:output_type -> compute.v1.ListInstancesResponse
-	89, // 110: compute.v1.InstanceService.Remove:output_type -> compute.v1.RemoveInstanceResponse
-	75, // [75:111] is the sub-list for method output_type
-	39, // [39:75] is the sub-list for method input_type
-	39, // [39:39] is the sub-list for extension type_name
-	39, // [39:39] is the sub-list for extension extendee
-	0,  // [0:39] is the sub-list for field type_name
+	0,  // 0: compute.v1.ForgetBmcRequest.bmc:type_name -> compute.v1.BmcAddress
+	3,  // 1: compute.v1.SiteHttpProxyRequest.headers:type_name -> compute.v1.SiteHttpHeader
+	3,  // 2: compute.v1.SiteHttpProxyResponse.headers:type_name -> compute.v1.SiteHttpHeader
+	6,  // 3: compute.v1.AddSiteResponse.site:type_name -> compute.v1.Site
+	6,  // 4: compute.v1.ListSitesResponse.items:type_name -> compute.v1.Site
+	12, // 5: compute.v1.Pool.policy:type_name -> compute.v1.PoolPolicy
+	12, // 6: compute.v1.AddPoolRequest.policy:type_name -> compute.v1.PoolPolicy
+	11, // 7: compute.v1.AddPoolResponse.pool:type_name -> compute.v1.Pool
+	11, // 8: compute.v1.ListPoolsResponse.items:type_name -> compute.v1.Pool
+	19, // 9: compute.v1.Machine.bmc:type_name -> compute.v1.Bmc
+	93, // 10: compute.v1.Machine.drivers:type_name -> compute.v1.Machine.DriversEntry
+	19, // 11: compute.v1.EnrollMachineRequest.bmc:type_name -> compute.v1.Bmc
+	94, // 12: compute.v1.EnrollMachineRequest.drivers:type_name -> compute.v1.EnrollMachineRequest.DriversEntry
+	20, // 13: compute.v1.EnrollMachineResponse.machine:type_name -> compute.v1.Machine
+	20, // 14: compute.v1.ListMachinesResponse.items:type_name -> compute.v1.Machine
+	20, // 15: compute.v1.GetMachineResponse.machine:type_name -> compute.v1.Machine
+	19, // 16: compute.v1.RebindBmcRequest.bmc:type_name -> compute.v1.Bmc
+	49, // 17: compute.v1.ConsoleRequest.open:type_name -> compute.v1.ConsoleOpen
+	52, // 18: compute.v1.ProposeGrantRequest.operations:type_name -> compute.v1.GrantedOperation
+	0,  // 19: compute.v1.ProposeGrantRequest.bmcs:type_name -> compute.v1.BmcAddress
+	51, // 20: compute.v1.ProposeGrantResponse.grant:type_name -> compute.v1.GrantRecord
+	51, // 21: compute.v1.GetGrantResponse.grant:type_name -> compute.v1.GrantRecord
+	51, // 22: compute.v1.ListGrantsResponse.items:type_name -> compute.v1.GrantRecord
+	51, // 23: compute.v1.ApproveGrantResponse.grant:type_name -> compute.v1.GrantRecord
+	62, // 24: compute.v1.Workflow.steps:type_name -> compute.v1.Step
+	61, // 25: compute.v1.GetWorkflowResponse.workflow:type_name -> compute.v1.Workflow
+	61, // 26: compute.v1.ListWorkflowsResponse.items:type_name -> compute.v1.Workflow
+	72, // 27: compute.v1.ImportArtifactRequest.header:type_name -> compute.v1.ImportHeader
+	73, // 28: compute.v1.ImportArtifactResponse.artifact:type_name -> compute.v1.Artifact
+	73, // 29: compute.v1.ListArtifactsResponse.items:type_name -> compute.v1.Artifact
+	77, // 30: compute.v1.ListEventsResponse.items:type_name -> compute.v1.EventRecord
+	95, // 31: compute.v1.Driver.retry_safe:type_name -> compute.v1.Driver.RetrySafeEntry
+	80, // 32: compute.v1.ListDriversResponse.items:type_name -> compute.v1.Driver
+	96, // 33: compute.v1.PlacementRequest.node_labels:type_name -> compute.v1.PlacementRequest.NodeLabelsEntry
+	97, // 34: compute.v1.PlacementCandidate.labels:type_name -> compute.v1.PlacementCandidate.LabelsEntry
+	84, // 35: compute.v1.PlacementResponse.items:type_name -> compute.v1.PlacementCandidate
+	86, // 36: compute.v1.ApplyInstanceResponse.instance:type_name -> compute.v1.Instance
+	86, // 37: compute.v1.ListInstancesResponse.items:type_name -> compute.v1.Instance
+	21, // 38: compute.v1.Machine.DriversEntry.value:type_name -> compute.v1.DriverBinding
+	21, // 39: compute.v1.EnrollMachineRequest.DriversEntry.value:type_name -> compute.v1.DriverBinding
+	98, // 40: compute.v1.Driver.RetrySafeEntry.value:type_name -> google.protobuf.ListValue
+	7,  // 41: compute.v1.SiteService.Add:input_type -> compute.v1.AddSiteRequest
+	9,  // 42: compute.v1.SiteService.List:input_type -> compute.v1.ListSitesRequest
+	4,  // 43: compute.v1.SiteService.HttpProxy:input_type -> compute.v1.SiteHttpProxyRequest
+	1,  // 44: compute.v1.SiteService.ForgetBmc:input_type -> compute.v1.ForgetBmcRequest
+	13, // 45: compute.v1.PoolService.Add:input_type -> compute.v1.AddPoolRequest
+	15, // 46: compute.v1.PoolService.List:input_type -> compute.v1.ListPoolsRequest
+	17, // 47: compute.v1.SecretService.Put:input_type -> compute.v1.PutSecretRequest
+	22, // 48: compute.v1.MetalService.Enroll:input_type -> compute.v1.EnrollMachineRequest
+	24, // 49: compute.v1.MetalService.List:input_type -> compute.v1.ListMachinesRequest
+	26, // 50: compute.v1.MetalService.Get:input_type -> compute.v1.GetMachineRequest
+	28, // 51: compute.v1.MetalService.GetPower:input_type -> compute.v1.GetPowerRequest
+	30, // 52: compute.v1.MetalService.SetPower:input_type -> compute.v1.SetPowerRequest
+	32, // 53: compute.v1.MetalService.SetBootDevice:input_type -> compute.v1.SetBootDeviceRequest
+	34, // 54: compute.v1.MetalService.Inspect:input_type -> compute.v1.InspectRequest
+	36, // 55: compute.v1.MetalService.Deploy:input_type -> compute.v1.DeployRequest
+	38, // 56: compute.v1.MetalService.Operate:input_type -> compute.v1.OperateRequest
+	40, // 57: compute.v1.MetalService.GetCommand:input_type -> compute.v1.GetCommandRequest
+	42, // 58: compute.v1.MetalService.RotateCredentials:input_type -> compute.v1.RotateCredentialsRequest
+	44, // 59: compute.v1.MetalService.RebindBmc:input_type -> compute.v1.RebindBmcRequest
+	46, // 60: compute.v1.MetalService.ConfirmPower:input_type -> compute.v1.ConfirmPowerRequest
+	48, // 61: compute.v1.MetalService.Console:input_type -> compute.v1.ConsoleRequest
+	53, // 62: compute.v1.GrantService.Propose:input_type -> compute.v1.ProposeGrantRequest
+	55, // 63: compute.v1.GrantService.Get:input_type -> compute.v1.GetGrantRequest
+	57, // 64: compute.v1.GrantService.List:input_type -> compute.v1.ListGrantsRequest
+	59, // 65: compute.v1.GrantService.Approve:input_type -> compute.v1.ApproveGrantRequest
+	63, // 66: compute.v1.WorkflowService.Start:input_type -> compute.v1.StartWorkflowRequest
+	65, // 67: compute.v1.WorkflowService.Cancel:input_type -> compute.v1.CancelWorkflowRequest
+	67, // 68: compute.v1.WorkflowService.Get:input_type -> compute.v1.GetWorkflowRequest
+	69, // 69: compute.v1.WorkflowService.List:input_type -> compute.v1.ListWorkflowsRequest
+	71, // 70: compute.v1.ArtifactService.Import:input_type -> compute.v1.ImportArtifactRequest
+	75, // 71: compute.v1.ArtifactService.List:input_type -> compute.v1.ListArtifactsRequest
+	78, // 72: compute.v1.EventService.List:input_type -> compute.v1.ListEventsRequest
+	81, // 73: compute.v1.DriverService.List:input_type -> compute.v1.ListDriversRequest
+	83, // 74: compute.v1.PlacementService.Find:input_type -> compute.v1.PlacementRequest
+	87, // 75: compute.v1.InstanceService.Apply:input_type -> compute.v1.ApplyInstanceRequest
+	89, // 76: compute.v1.InstanceService.List:input_type -> compute.v1.ListInstancesRequest
+	91, // 77: compute.v1.InstanceService.Remove:input_type -> compute.v1.RemoveInstanceRequest
+	8,  // 78: compute.v1.SiteService.Add:output_type -> compute.v1.AddSiteResponse
+	10, // 79: compute.v1.SiteService.List:output_type -> compute.v1.ListSitesResponse
+	5,  // 80: compute.v1.SiteService.HttpProxy:output_type -> compute.v1.SiteHttpProxyResponse
+	2,  // 81: compute.v1.SiteService.ForgetBmc:output_type -> compute.v1.ForgetBmcResponse
+	14, // 82: compute.v1.PoolService.Add:output_type -> compute.v1.AddPoolResponse
+	16, // 83: compute.v1.PoolService.List:output_type -> compute.v1.ListPoolsResponse
+	18, // 84: compute.v1.SecretService.Put:output_type -> compute.v1.PutSecretResponse
+	23, // 85: compute.v1.MetalService.Enroll:output_type -> compute.v1.EnrollMachineResponse
+	25, // 86: compute.v1.MetalService.List:output_type -> compute.v1.ListMachinesResponse
+	27, // 87: compute.v1.MetalService.Get:output_type -> compute.v1.GetMachineResponse
+	29, // 88: compute.v1.MetalService.GetPower:output_type -> compute.v1.GetPowerResponse
+	31, // 89: compute.v1.MetalService.SetPower:output_type -> compute.v1.SetPowerResponse
+	33, // 90: compute.v1.MetalService.SetBootDevice:output_type -> compute.v1.SetBootDeviceResponse
+	35, // 91: compute.v1.MetalService.Inspect:output_type -> compute.v1.InspectResponse
+	37, // 92: compute.v1.MetalService.Deploy:output_type -> compute.v1.DeployResponse
+	39, // 93: compute.v1.MetalService.Operate:output_type -> compute.v1.OperateResponse
+	41, // 94: compute.v1.MetalService.GetCommand:output_type -> compute.v1.GetCommandResponse
+	43, // 95: compute.v1.MetalService.RotateCredentials:output_type -> compute.v1.RotateCredentialsResponse
+	45, // 96: compute.v1.MetalService.RebindBmc:output_type -> compute.v1.RebindBmcResponse
+	47, // 97: compute.v1.MetalService.ConfirmPower:output_type -> compute.v1.ConfirmPowerResponse
+	50, // 98: compute.v1.MetalService.Console:output_type -> compute.v1.ConsoleResponse
+	54, // 99: compute.v1.GrantService.Propose:output_type -> compute.v1.ProposeGrantResponse
+	56, // 100: compute.v1.GrantService.Get:output_type -> compute.v1.GetGrantResponse
+	58, // 101: compute.v1.GrantService.List:output_type -> compute.v1.ListGrantsResponse
+	60, // 102: compute.v1.GrantService.Approve:output_type -> compute.v1.ApproveGrantResponse
+	64, // 103: compute.v1.WorkflowService.Start:output_type -> compute.v1.StartWorkflowResponse
+	66, // 104: compute.v1.WorkflowService.Cancel:output_type -> compute.v1.CancelWorkflowResponse
+	68, // 105: compute.v1.WorkflowService.Get:output_type -> compute.v1.GetWorkflowResponse
+	70, // 106: compute.v1.WorkflowService.List:output_type -> compute.v1.ListWorkflowsResponse
+	74, // 107: compute.v1.ArtifactService.Import:output_type -> compute.v1.ImportArtifactResponse
+	76, // 108: compute.v1.ArtifactService.List:output_type -> compute.v1.ListArtifactsResponse
+	79, // 109: compute.v1.EventService.List:output_type -> compute.v1.ListEventsResponse
+	82, // 110: compute.v1.DriverService.List:output_type -> compute.v1.ListDriversResponse
+	85, // 111: compute.v1.PlacementService.Find:output_type -> compute.v1.PlacementResponse
+	88, // 112: compute.v1.InstanceService.Apply:output_type -> compute.v1.ApplyInstanceResponse
+	90, // 113: compute.v1.InstanceService.List:output_type -> compute.v1.ListInstancesResponse
+	92, // 114: compute.v1.InstanceService.Remove:output_type -> compute.v1.RemoveInstanceResponse
+	78, // [78:115] is the sub-list for method output_type
+	41, // [41:78] is the sub-list for method input_type
+	41, // [41:41] is the sub-list for extension type_name
+	41, // [41:41] is the sub-list for extension extendee
+	0,  // [0:41] is the sub-list for field type_name
 }
 
 func init() { file_appliance_api_computev1_compute_proto_init() }
@@ -6074,11 +6260,11 @@ func file_appliance_api_computev1_compute_proto_init() {
 	if File_appliance_api_computev1_compute_proto != nil {
 		return
 	}
-	file_appliance_api_computev1_compute_proto_msgTypes[45].OneofWrappers = []any{
+	file_appliance_api_computev1_compute_proto_msgTypes[48].OneofWrappers = []any{
 		(*ConsoleRequest_Open)(nil),
 		(*ConsoleRequest_Data)(nil),
 	}
-	file_appliance_api_computev1_compute_proto_msgTypes[68].OneofWrappers = []any{
+	file_appliance_api_computev1_compute_proto_msgTypes[71].OneofWrappers = []any{
 		(*ImportArtifactRequest_Header)(nil),
 		(*ImportArtifactRequest_Data)(nil),
 	}
@@ -6088,7 +6274,7 @@ func file_appliance_api_computev1_compute_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_appliance_api_computev1_compute_proto_rawDesc), len(file_appliance_api_computev1_compute_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   95,
+			NumMessages:   98,
 			NumExtensions: 0,
 			NumServices:   11,
 		},

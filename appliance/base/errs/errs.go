@@ -62,6 +62,7 @@ const (
 	SessionLimit           Code = "session-limit"
 	PasswordChangeRequired Code = "password-change-required"
 	MediaUntrusted         Code = "media-untrusted"
+	StaleVersion           Code = "stale-version"
 	BootOnceOnly           Code = "boot-once-only"
 	// CredentialsUnchanged: a rotation was refused, and the old password holds.
 	CredentialsUnchanged Code = "credentials-unchanged"

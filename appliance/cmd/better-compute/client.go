@@ -22,6 +22,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/better-compute/site-appliance/appliance/api/computev1/computev1connect"
+	"github.com/better-compute/site-appliance/appliance/base/printable"
 )
 
 // clientEnv names the file with a client's settings, where --client does not.
@@ -327,12 +328,7 @@ func clean(s string) string {
 	if s == "" {
 		return "-"
 	}
-	return strings.Map(func(r rune) rune {
-		if r < ' ' || r == 0x7f || (r >= 0x80 && r < 0xa0) {
-			return '·'
-		}
-		return r
-	}, s)
+	return printable.Text(s, '·')
 }
 
 func clock(ms int64) string {

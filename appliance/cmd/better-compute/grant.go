@@ -42,6 +42,7 @@ var allowed = []struct{ word, form, means string }{
 	{"firmware", "bmc.firmware:firmware.update", "write firmware"},
 	{"bind", "bmc.bind:bind", "give the BMC's address another credential, pin or driver, and no protection"},
 	{"protect", "bmc.bind:bind:protect", "give the BMC's address another credential, pin or driver, and protection"},
+	{"forget", "bmc.bind:bind:forget", "forget the BMC's address, with its protection"},
 	{"netboot", "pxe.assign:pxe.assign", "boot the machine from the network instead of its disk"},
 	{"image", "image.stream:image.stream", "overwrite a disk of the machine with an image"},
 	{"wipe", "disk.wipe:disk.wipe", "erase the machine's disks"},
@@ -87,12 +88,14 @@ func parseAllow(text string) ([]*computev1.GrantedOperation, error) {
 }
 
 func grantPropose(ctx context.Context, args []string, std stdio) error {
-	f := newCall("grant propose --allow WHAT [--allow WHAT …] --machine NAME|--pool NAME [--machine NAME …] --reason TEXT [--uses N] [--for DURATION] [--artifact SHA256 …]", std)
-	var what, machines, artifacts stringList
+	f := newCall("grant propose --allow WHAT [--allow WHAT …] --machine NAME|--pool NAME|--site NAME --bmc DRIVER=ADDRESS --reason TEXT [--uses N] [--for DURATION] [--artifact SHA256 …]", std)
+	var what, machines, bmcs, artifacts stringList
 	f.Var(&what, "allow", "`what` is allowed: KIND:OPERATION[:ACTION], or a word such as off, cycle, firmware or deploy; may be given several times")
 	f.Var(&machines, "machine", "a machine's `name` or id; may be given several times")
 	f.Var(&artifacts, "artifact", "hex `SHA-256` of what may be brought along (default: anything); may be given several times")
 	pool := f.String("pool", "", "all machines of a pool, by its `name` or id, beside those that are named")
+	site := f.String("site", "", "`name` of the site of --bmc")
+	f.Var(&bmcs, "bmc", "a BMC that no machine may have any more, as `driver=address`; may be given several times")
 	uses := f.Uint("uses", 0, "how `often` for each machine (default 1; 2 with --allow deploy)")
 	valid := f.Duration("for", time.Hour, "how long it holds, at most 168h")
 	reason := f.String("reason", "", "`why`: approvers read it")
@@ -111,11 +114,19 @@ func grantPropose(ctx context.Context, args []string, std stdio) error {
 		}
 		machines = append(machines, of...)
 	}
-	if len(machines) == 0 {
-		return errors.New("grant propose: --machine or --pool says for which machines")
+	if len(machines) == 0 && len(bmcs) == 0 {
+		return errors.New("grant propose: --machine, --pool or --bmc says for what")
 	}
 	req := &computev1.ProposeGrantRequest{
 		TenantId: c.tenant, Machines: machines, ArtifactSha256: artifacts, UsesPerTarget: uint32(*uses), ValidS: uint32(valid.Seconds()), Reason: *reason,
+	}
+	req.Site = *site
+	for _, text := range bmcs {
+		b, err := parseBMC(text)
+		if err != nil {
+			return fmt.Errorf("--bmc %w", err)
+		}
+		req.Bmcs = append(req.Bmcs, b)
 	}
 	for _, text := range what {
 		operations, err := parseAllow(text)
@@ -160,6 +171,15 @@ func machinesOf(ctx context.Context, c *client, pool string) ([]string, error) {
 		}
 	}
 	return ids, nil
+}
+
+// parseBMC reads DRIVER=ADDRESS.
+func parseBMC(text string) (*computev1.BmcAddress, error) {
+	driver, address, ok := strings.Cut(text, "=")
+	if !ok || driver == "" || address == "" {
+		return nil, fmt.Errorf("%q: want DRIVER=ADDRESS, such as redfish=10.0.0.5", text)
+	}
+	return &computev1.BmcAddress{Driver: driver, Address: address}, nil
 }
 
 func grantList(ctx context.Context, args []string, std stdio) error {

@@ -186,10 +186,21 @@ func TestGrantsByCommandLine(t *testing.T) {
 		!strings.Contains(out, `"bmc:192.0.2.8:6230"`) || strings.Contains(out, "192.0.2.9") {
 		t.Errorf("grant propose --pool = %s, want the pool's two", out)
 	}
+	if out := c.run("", "grant", "propose", "--allow", "forget", "--site", "lab", "--bmc", "redfish=https://10.0.0.5", "--reason", "it was sold", "--json"); !strings.Contains(out, `"bmc:10.0.0.5:443"`) {
+		t.Errorf("grant propose --bmc = %s", out)
+	}
+	c.fails("INVALID_INPUT: bmc: ", "site", "forget-bmc", "lab", "redfish=10.0.0.5/x")
+	c.fails(`"10.0.0.5": want DRIVER=ADDRESS`, "site", "forget-bmc", "lab", "10.0.0.5")
+	c.fails("DRIVER_ERROR: unavailable: the site's box has not enrolled yet", "site", "forget-bmc", "lab", "redfish=10.0.0.5")
 	for want, args := range map[string]string{
-		"grant propose: --machine or --pool":                        "--allow off --reason x",
-		`grant propose: there is no pool "none"`:                    "--allow off --pool none --reason x",
-		"INVALID_INPUT: machines: m1 and m3 are at different sites": "--allow off --machine m1 --machine m3 --reason x",
+		"grant propose: --machine, --pool or --bmc":                "--allow off --reason x",
+		"INVALID_INPUT: site: it is missing beside bmcs":           "--allow forget --bmc redfish=10.0.0.5 --reason x",
+		`--bmc "10.0.0.5": want DRIVER=ADDRESS`:                    "--allow forget --bmc 10.0.0.5 --site lab --reason x",
+		"INVALID_INPUT: bmcs: image.stream is done to a machine":   "--allow image --bmc redfish=10.0.0.5 --site lab --reason x",
+		"INVALID_INPUT: bmcs: address \"10.0.0.5/x\" under driver": "--allow forget --bmc redfish=10.0.0.5/x --site lab --reason x",
+		`NOT_FOUND: site "nowhere"`:                                "--allow forget --bmc redfish=10.0.0.5 --site nowhere --reason x",
+		`grant propose: there is no pool "none"`:                   "--allow off --pool none --reason x",
+		"INVALID_INPUT: machines: m3 is at another site":           "--allow off --machine m1 --machine m3 --reason x",
 		"NOT_FOUND: ":                         "--allow off --machine m9 --reason x",
 		`--allow "melt"`:                      "--allow melt --machine m1 --reason x",
 		"INVALID_INPUT: operations: kind \"x": "--allow x:y --machine m1 --reason x",

@@ -18,6 +18,7 @@ func runSite(ctx context.Context, args []string, std stdio) error {
 		{"add", "add a site and print its box's join string", siteAdd},
 		{"list", "list sites and their boxes", siteList},
 		{"ca", "print the CA that a site's BMCs need for media from its box", siteCA},
+		{"forget-bmc", "have a site's box forget a BMC's address", siteForgetBMC},
 		{"http", "make one HTTP request from a site's box", siteHTTP},
 	}, args, std)
 }

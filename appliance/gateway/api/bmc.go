@@ -20,6 +20,7 @@ import (
 	"github.com/better-compute/site-appliance/appliance/gateway/placement"
 	"github.com/better-compute/site-appliance/appliance/gateway/settle"
 	"github.com/better-compute/site-appliance/appliance/gateway/store"
+	"github.com/better-compute/site-appliance/bmc/addressbook"
 	"github.com/better-compute/site-appliance/bmc/bmcv1"
 )
 
@@ -247,4 +248,34 @@ func (s metalService) credentialThere(ctx context.Context, b store.BMC) error {
 		return apierr.Invalid("there is no secret %s", b.CredentialsRef)
 	}
 	return nil
+}
+
+// ForgetBmc has a site's box forget an address of its book, and answers when it did.
+func (s siteService) ForgetBmc(ctx context.Context, req *connect.Request[computev1.ForgetBmcRequest]) (*connect.Response[computev1.ForgetBmcResponse], error) {
+	in := req.Msg
+	site, err := s.Store.Site(ctx, in.TenantId, in.Site)
+	if err != nil {
+		return nil, err
+	}
+	bmc := store.BMC{Driver: in.Bmc.GetDriver(), Address: in.Bmc.GetAddress()}
+	if _, err := addressbook.Normalise(bmc.Address, bmc.Driver); err != nil {
+		return nil, apierr.Invalid("bmc: %s", errs.From(err).Message)
+	}
+	box, err := s.box(ctx, site.ID)
+	if err != nil {
+		return nil, err
+	}
+	c := metal.ForgetCommand(bmc)
+	id, err := s.Commands.Submit(ctx, commands.Spec{AgentID: box.ID, Kind: c.Kind, Lane: c.Lane, Args: c.Args, Timeout: c.Timeout, Traceparent: traceparent()})
+	if err == nil {
+		var outcome commands.Outcome
+		if outcome, err = s.Commands.Wait(ctx, id); err == nil && outcome.Err != nil {
+			err = outcome.Err
+		}
+	}
+	s.audit(ctx, site.ID, "", "bmc.forget", map[string]string{"driver": bmc.Driver, "address": bmc.Address, "command": id, "code": string(errs.CodeOf(err))})
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&computev1.ForgetBmcResponse{}), nil
 }

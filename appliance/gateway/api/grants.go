@@ -36,8 +36,8 @@ func (s grantService) Propose(ctx context.Context, req *connect.Request[computev
 	switch {
 	case !s.Grants.InForce():
 		return nil, apierr.Cannot("no-approvers", "no box asks for grants: the trust bundle has fewer than two approvers (better-compute gateway bundle add-approver)")
-	case len(in.Machines) > maxGrantMachines:
-		return nil, apierr.Invalid("machines: at most %d, not %d", maxGrantMachines, len(in.Machines))
+	case len(in.Machines)+len(in.Bmcs) > maxGrantMachines:
+		return nil, apierr.Invalid("machines and bmcs: at most %d, not %d", maxGrantMachines, len(in.Machines)+len(in.Bmcs))
 	}
 	p := grants.Proposal{TenantID: in.TenantId, Artifacts: in.ArtifactSha256, Uses: in.UsesPerTarget, Valid: time.Duration(in.ValidS) * time.Second, Reason: in.Reason}
 	for _, o := range in.Operations {
@@ -49,6 +49,16 @@ func (s grantService) Propose(ctx context.Context, req *connect.Request[computev
 			return nil, err
 		}
 		p.Machines = append(p.Machines, m)
+	}
+	for _, b := range in.Bmcs {
+		p.BMCs = append(p.BMCs, store.BMC{Driver: b.GetDriver(), Address: b.GetAddress()})
+	}
+	if in.Site != "" {
+		site, err := s.Store.Site(ctx, in.TenantId, in.Site)
+		if err != nil {
+			return nil, err
+		}
+		p.SiteID = site.ID
 	}
 	g, err := s.Grants.Propose(ctx, p)
 	if err != nil {

@@ -48,6 +48,7 @@ var permissions = map[string]string{
 	computev1connect.MetalServiceRebindBmcProcedure:         "compute:metal:write",
 	computev1connect.MetalServiceConfirmPowerProcedure:      "compute:metal:write",
 	computev1connect.MetalServiceConsoleProcedure:           "compute:metal:console",
+	computev1connect.SiteServiceForgetBmcProcedure:          "compute:metal:write",
 	computev1connect.SiteServiceHttpProxyProcedure:          "compute:sites:proxy",
 	computev1connect.GrantServiceProposeProcedure:           "compute:grants:write",
 	computev1connect.GrantServiceApproveProcedure:           "compute:grants:write",

@@ -20,6 +20,7 @@ import (
 
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
 	"github.com/better-compute/site-appliance/appliance/api/computev1"
+	"github.com/better-compute/site-appliance/appliance/base/cmdkind"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/appliance/gateway/api/apierr"
 	"github.com/better-compute/site-appliance/appliance/gateway/commands"
@@ -312,7 +313,7 @@ func (s siteService) HttpProxy(ctx context.Context, req *connect.Request[compute
 	}
 	sum, sent := sha256.New(), uint64(0)
 	var id string
-	raw, err := s.throughTunnel(ctx, commands.Spec{AgentID: box.ID, Kind: "site.httpProxy", Args: request, SecretRefs: refs, Traceparent: traceparent()},
+	raw, err := s.throughTunnel(ctx, commands.Spec{AgentID: box.ID, Kind: cmdkind.Proxy, Args: request, SecretRefs: refs, Traceparent: traceparent()},
 		func(command string) { id = command },
 		func(conn *tunnel.Conn) error {
 			head, err := readHead(conn)

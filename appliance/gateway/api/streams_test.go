@@ -71,7 +71,7 @@ func newPlace(t *testing.T) *place {
 		p.Store.AddSite(ctx, store.Site{ID: "site_1", TenantID: "acme", Name: "fsn1", Created: now}),
 		p.Store.AddPool(ctx, store.Pool{ID: "pool_1", TenantID: "acme", Name: "metal", SiteID: "site_1", Created: now}),
 		machine("sol", bmc("ipmi", "10.0.0.5:6230"), nil),
-		machine("fish", bmc("redfish", "https://10.0.0.6:8443"), nil),
+		machine("fish", store.BMC{Driver: "wol", Address: "52:54:00:00:00:01"}, nil),
 		machine("both", bmc("redfish", "https://10.0.0.7:8443"), map[string]binding.Binding{"console": {Driver: "ipmi-sol"}}),
 	} {
 		if err != nil {
@@ -491,5 +491,41 @@ func TestHttpProxyHostileHead(t *testing.T) {
 			for f := p.s.Next(); f.GetResultAck() == nil; f = p.s.Next() {
 			}
 		})
+	}
+}
+
+// TestForgetBmc: the box is asked, and its answer is the call's; no machine stands
+// behind the address.
+func TestForgetBmc(t *testing.T) {
+	p := newPlace(t)
+	forget := func(b *computev1.BmcAddress) <-chan error {
+		done := make(chan error, 1)
+		go func() {
+			_, err := computev1connect.NewSiteServiceClient(p.client("all"), p.URL).ForgetBmc(context.Background(), connect.NewRequest(&computev1.ForgetBmcRequest{TenantId: "acme", Site: "fsn1", Bmc: b}))
+			done <- err
+		}()
+		return done
+	}
+	for _, fail := range []*agentv1.Error{nil, {Code: "quorum-required", Message: "no grant"}} {
+		done := forget(&computev1.BmcAddress{Driver: "redfish", Address: "10.9.9.9"})
+		c := p.command()
+		var args bmcv1.BmcBindRequest
+		if err := proto.Unmarshal(c.Args, &args); err != nil || c.Kind != "bmc.bind" || !proto.Equal(&args, &bmcv1.BmcBindRequest{Driver: "redfish", Address: "10.9.9.9", Forget: true}) {
+			t.Fatalf("the box got %s %v, %v", c.Kind, &args, err)
+		}
+		if fail != nil {
+			p.s.Fail(c.CommandId, fail)
+		} else {
+			p.s.Result(c.CommandId, nil)
+		}
+		err := <-done
+		if _, text := said(err); (err != nil) != (fail != nil) || fail != nil && !strings.Contains(text, "no grant") {
+			t.Errorf("ForgetBmc() = %v, want %v", err, fail)
+		}
+	}
+	for _, b := range []*computev1.BmcAddress{nil, {Driver: "redfish", Address: "10.9.9.9/x"}} {
+		if code, text := said(<-forget(b)); code != connect.CodeInvalidArgument || !strings.Contains(text, "bmc: ") {
+			t.Errorf("ForgetBmc(%v) = %v %q", b, code, text)
+		}
 	}
 }

@@ -68,21 +68,29 @@ type Proposal struct {
 	TenantID   string
 	Operations []*agentv1.GrantOperation
 	Machines   []store.Machine
-	Artifacts  []string
-	Uses       uint32        // of each target; 0: 1
-	Valid      time.Duration // 0: defaultLife
-	Reason     string
+	// BMCs may be no machine's; SiteID says where. It may be left out beside machines.
+	SiteID    string
+	BMCs      []store.BMC
+	Artifacts []string
+	Uses      uint32        // of each target; 0: 1
+	Valid     time.Duration // 0: defaultLife
+	Reason    string
 }
 
 // Propose writes a grant down. Nothing is allowed by it yet.
 func (s *Service) Propose(ctx context.Context, p Proposal) (store.Grant, error) {
-	if len(p.Machines) == 0 {
+	switch {
+	case len(p.Machines) == 0 && len(p.BMCs) == 0:
 		return store.Grant{}, apierr.Invalid("machines: none is named")
+	case p.SiteID == "" && len(p.Machines) == 0:
+		return store.Grant{}, apierr.Invalid("site: it is missing beside bmcs")
+	case p.SiteID == "":
+		p.SiteID = p.Machines[0].SiteID
 	}
 	if p.Valid < 0 || p.Valid > grants.MaxLife {
 		return store.Grant{}, apierr.Invalid("valid_s: at most %d", int(grants.MaxLife.Seconds()))
 	}
-	targets, err := targetsOf(p.Operations, p.Machines)
+	targets, err := targetsOf(p)
 	if err != nil {
 		return store.Grant{}, err
 	}
@@ -96,7 +104,7 @@ func (s *Service) Propose(ctx context.Context, p Proposal) (store.Grant, error) 
 		begins = earliest
 	}
 	g := store.Grant{
-		ID: s.store.NewID("grant"), TenantID: p.TenantID, SiteID: p.Machines[0].SiteID, Targets: targets, NotAfter: ends, Proposed: now,
+		ID: s.store.NewID("grant"), TenantID: p.TenantID, SiteID: p.SiteID, Targets: targets, NotAfter: ends, Proposed: now,
 	}
 	g.Payload, err = grants.Encode(&agentv1.Grant{
 		GrantId: g.ID, SiteId: g.SiteID, Operations: p.Operations, TargetsRoot: grants.Root(targets), TargetCount: uint32(len(targets)),
@@ -113,9 +121,9 @@ var touched = map[string]struct{ bmc, machine bool }{
 	assignKind: {machine: true}, streamKind: {machine: true}, wipeKind: {machine: true}, invocation.Kind: {bmc: true, machine: true},
 }
 
-func targetsOf(operations []*agentv1.GrantOperation, machines []store.Machine) ([]string, error) {
+func targetsOf(p Proposal) ([]string, error) {
 	var targets []string
-	for _, o := range operations {
+	for _, o := range p.Operations {
 		t, known := touched[o.GetKind()]
 		switch {
 		case !known && !operates(o.GetKind()):
@@ -123,9 +131,19 @@ func targetsOf(operations []*agentv1.GrantOperation, machines []store.Machine) (
 		case !known:
 			t.bmc = true
 		}
-		for _, m := range machines {
-			if m.SiteID != machines[0].SiteID {
-				return nil, apierr.Invalid("machines: %s and %s are at different sites: a grant is for one", machines[0].Name, m.Name)
+		for _, b := range p.BMCs {
+			target, ok := bmc(b.Address, b.Driver)
+			switch {
+			case !t.bmc:
+				return nil, apierr.Invalid("bmcs: %s is done to a machine, not to its BMC", o.GetKind())
+			case !ok:
+				return nil, apierr.Invalid("bmcs: address %.80q under driver %.80q is none that boxes count by", b.Address, b.Driver)
+			}
+			targets = append(targets, target)
+		}
+		for _, m := range p.Machines {
+			if m.SiteID != p.SiteID {
+				return nil, apierr.Invalid("machines: %s is at another site: a grant is not for different sites", m.Name)
 			}
 			if t.machine {
 				targets = append(targets, grants.Machine(m.ID))

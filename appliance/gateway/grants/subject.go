@@ -8,6 +8,7 @@ import (
 
 	"github.com/better-compute/site-appliance/appliance/agent/grants"
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
+	"github.com/better-compute/site-appliance/appliance/base/cmdkind"
 	"github.com/better-compute/site-appliance/bmc/addressbook"
 	"github.com/better-compute/site-appliance/bmc/bmcv1"
 	"github.com/better-compute/site-appliance/image/imagev1"
@@ -30,9 +31,9 @@ type Subject struct {
 
 // The kinds that are not read as an operation on a BMC.
 const (
-	bindKind   = "bmc.bind"
-	assignKind = "pxe.assign"
-	streamKind = "image.stream"
+	bindKind   = cmdkind.Bind
+	assignKind = cmdkind.Assign
+	streamKind = cmdkind.Stream
 	wipeKind   = "disk.wipe"
 )
 
@@ -45,7 +46,7 @@ var readers = map[string]func(p *agentv1.CommandPayload, machine string) (Subjec
 			return Subject{}, false
 		}
 		target, ok := bmc(req.GetAddress(), req.GetDriver())
-		return Subject{Operation: "bind", Action: addressbook.BindAction(req.GetProtected()), Targets: []string{target}}, ok
+		return Subject{Operation: "bind", Action: addressbook.BindAction(req.GetProtected(), req.GetForget()), Targets: []string{target}}, ok
 	},
 	assignKind: func(p *agentv1.CommandPayload, _ string) (Subject, bool) {
 		var req pxev1.AssignRequest

@@ -5,7 +5,6 @@ import (
 	"net"
 	"slices"
 	"strings"
-	"time"
 
 	"github.com/better-compute/site-appliance/appliance/gateway/api/apierr"
 	"github.com/better-compute/site-appliance/appliance/gateway/store"
@@ -15,9 +14,10 @@ import (
 // maxHistory bounds what a console shows of what the machine said before, in bytes.
 const maxHistory = 256 << 10
 
-// consoleOf are the drivers that serve the console of machines whose BMC driver
-// has none itself, where nobody bound another.
-var consoleOf = map[string]string{"ipmi": "ipmi-sol"}
+// consoleOf are the drivers that serve the console of machines by the driver of
+// their BMC, where nobody bound another. Whether a Redfish BMC has one, its box finds
+// out.
+var consoleOf = map[string]string{"ipmi": "ipmi-sol", "redfish": "redfish"}
 
 // ConsoleCommand opens the machine's serial console: by the driver that its
 // binding of kind console names, else by the one that goes with its BMC's driver,
@@ -45,7 +45,7 @@ func ConsoleCommand(m store.Machine, kinds []string, takeover bool, history uint
 	if err != nil {
 		return Command{}, err
 	}
-	return Command{Kind: "bmc.console", Lane: "proxy", Args: operation(b, "console.open", string(args)), SecretRefs: []string{b.CredentialsRef}, Timeout: 8 * time.Hour}, nil
+	return toBMC(b, "console.open", string(args)), nil
 }
 
 // consoleBinding is where a console's own driver finds it: what the binding does

@@ -29,7 +29,8 @@ func TestConsoleCommand(t *testing.T) {
 		refused bool
 	}{
 		"ipmi":                 {bmc: ipmi, want: store.BMC{Driver: "ipmi-sol", Address: "10.0.0.5:6230", CredentialsRef: ref, DriverOptions: `{"cipherSuite":3}`}},
-		"redfish":              {bmc: fish, refused: true},
+		"redfish":              {bmc: fish, want: fish},
+		"a driver without one": {bmc: store.BMC{Driver: "wol", Address: "52:54:00:00:00:01"}, refused: true},
 		"bound by name alone":  {bmc: fish, drivers: bound(""), want: store.BMC{Driver: "ipmi-sol", Address: "10.0.0.6", CredentialsRef: ref}},
 		"bound with all":       {bmc: fish, drivers: bound(`{"address":"10.0.0.9:624","credentials":"` + other + `","options":{"cipherSuite":8},"tlsSpkiSha256":"AB"}`), want: store.BMC{Driver: "ipmi-sol", Address: "10.0.0.9:624", CredentialsRef: other, DriverOptions: `{"cipherSuite":8}`, TLSSPKISHA256: "ab"}},
 		"IPv6":                 {bmc: store.BMC{Driver: "redfish", Address: "https://[fd00::1]:443", CredentialsRef: ref}, drivers: bound(""), want: store.BMC{Driver: "ipmi-sol", Address: "fd00::1", CredentialsRef: ref}},

@@ -4,6 +4,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/better-compute/site-appliance/appliance/base/cmdkind"
 	"github.com/better-compute/site-appliance/appliance/gateway/api/apierr"
 	"github.com/better-compute/site-appliance/appliance/gateway/store"
 	"github.com/better-compute/site-appliance/bmc/bmcv1"
@@ -14,14 +15,6 @@ const Manual = "manual"
 
 // manualTimeout is how long a person has: as long as a command may live.
 const manualTimeout = 24 * time.Hour
-
-// powerTimeout is how long a power command of a driver may take.
-func powerTimeout(driver string) time.Duration {
-	if driver == Manual {
-		return manualTimeout
-	}
-	return 2 * time.Minute
-}
 
 // secretRefs are the secrets that commands to the BMC list: a machine without a
 // BMC has none.
@@ -46,5 +39,7 @@ func ConfirmCommand(b store.BMC, power string) (Command, error) {
 	case power != "on" && power != "off":
 		return Command{}, apierr.Invalid("power %.40q: want on or off", power)
 	}
-	return Command{Kind: "bmc.confirm", Lane: "query", Args: &bmcv1.BmcConfirmRequest{Address: b.Address, Power: power}, Timeout: 30 * time.Second, RetrySafe: true}, nil
+	c := CommandOf(cmdkind.Confirm)
+	c.Args = &bmcv1.BmcConfirmRequest{Address: b.Address, Power: power}
+	return c, nil
 }

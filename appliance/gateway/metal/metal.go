@@ -14,6 +14,7 @@ import (
 	"time"
 
 	"github.com/better-compute/site-appliance/appliance/api/computev1"
+	"github.com/better-compute/site-appliance/appliance/base/cmdkind"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/appliance/gateway/api/apierr"
 	"github.com/better-compute/site-appliance/appliance/gateway/module"
@@ -179,7 +180,7 @@ const (
 )
 
 // Query is the kind of what only asks.
-const Query = "bmc.query"
+const Query = cmdkind.Query
 
 // wakeOnLAN is the driver of machines that a packet switches on.
 const wakeOnLAN = "wol"
@@ -230,7 +231,7 @@ func operation(b store.BMC, name, args string) *bmcv1.BmcOperationRequest {
 
 // PowerQuery asks for the power state.
 func PowerQuery(b store.BMC) Command {
-	return Command{Kind: "bmc.query", Lane: "query", Args: operation(b, GetPower, ""), SecretRefs: secretRefs(b), Timeout: time.Minute, RetrySafe: true}
+	return toBMC(b, GetPower, "")
 }
 
 // PowerState reads the answer to PowerQuery.
@@ -253,7 +254,7 @@ func PowerCommand(b store.BMC, action string) (Command, error) {
 	default:
 		return Command{}, apierr.Invalid("action %q: want on, off, soft, cycle, reset or nmi", action)
 	}
-	return Command{Kind: "bmc.power", Lane: "power", Args: operation(b, SetPower, `["`+action+`"]`), SecretRefs: secretRefs(b), Timeout: powerTimeout(b.Driver)}, nil
+	return toBMC(b, SetPower, `["`+action+`"]`), nil
 }
 
 // BootDevice is the argument of management.setBootDevice.
@@ -274,7 +275,7 @@ func BootCommand(b store.BMC, d BootDevice) (Command, error) {
 	if err != nil {
 		return Command{}, err
 	}
-	return Command{Kind: "bmc.boot", Lane: "power", Args: operation(b, SetBootDevice, string(args)), SecretRefs: secretRefs(b), Timeout: 2 * time.Minute, RetrySafe: true}, nil
+	return toBMC(b, SetBootDevice, string(args)), nil
 }
 
 // AssignCommand carries the whole site's boot decisions. A machine without a
@@ -292,7 +293,9 @@ func AssignCommand(version uint64, machines []store.Machine, now time.Time) Comm
 		}
 		req.Machines = append(req.Machines, entry)
 	}
-	return Command{Kind: "pxe.assign", Lane: "provision", Args: req, Timeout: 30 * time.Second, RetrySafe: true}
+	c := CommandOf(cmdkind.Assign)
+	c.Args = req
+	return c
 }
 
 var sshKey = regexp.MustCompile(`^(ssh|ecdsa|sk)-[A-Za-z0-9@.-]+ [A-Za-z0-9+/]+={0,3}( [^\x00-\x1f\x7f]*)?$`)

@@ -12,6 +12,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
+	"github.com/better-compute/site-appliance/appliance/base/cmdkind"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/appliance/gateway/api/apierr"
 	"github.com/better-compute/site-appliance/appliance/gateway/module"
@@ -22,31 +23,66 @@ import (
 	"github.com/better-compute/site-appliance/plugins/metal"
 )
 
+// kinds are the command kinds that metal brings. Lanes, and what may run twice,
+// are the same to the boxes.
+var kinds = []struct {
+	name        string
+	timeout     time.Duration
+	destructive bool
+	role        agentv1.Role
+}{
+	{cmdkind.Query, time.Minute, false, agentv1.Role_ROLE_SITE},
+	{cmdkind.Boot, 2 * time.Minute, false, agentv1.Role_ROLE_SITE},
+	{cmdkind.Power, 2 * time.Minute, true, agentv1.Role_ROLE_SITE},
+	{cmdkind.Confirm, 30 * time.Second, false, agentv1.Role_ROLE_SITE},
+	{cmdkind.Console, 8 * time.Hour, false, agentv1.Role_ROLE_SITE},
+	{cmdkind.Proxy, 30 * time.Second, false, agentv1.Role_ROLE_SITE},
+	{cmdkind.Media, 5 * time.Minute, false, agentv1.Role_ROLE_SITE},
+	{cmdkind.BIOS, 30 * time.Minute, true, agentv1.Role_ROLE_SITE},
+	{cmdkind.RAID, 30 * time.Minute, true, agentv1.Role_ROLE_SITE},
+	{cmdkind.Rotate, 2 * time.Minute, true, agentv1.Role_ROLE_SITE},
+	{cmdkind.Firmware, time.Hour, true, agentv1.Role_ROLE_SITE},
+	{cmdkind.Bind, 30 * time.Second, true, agentv1.Role_ROLE_SITE},
+	{cmdkind.Assign, 30 * time.Second, true, agentv1.Role_ROLE_SITE},
+	{cmdkind.Stream, time.Hour, true, agentv1.Role_ROLE_RAMDISK},
+}
+
 // Kinds are the command kinds that metal brings.
 func Kinds() []module.Kind {
-	site, ramdisk := []agentv1.Role{agentv1.Role_ROLE_SITE}, []agentv1.Role{agentv1.Role_ROLE_RAMDISK}
-	return []module.Kind{
-		{Name: "bmc.query", Lane: "query", Timeout: time.Minute, RetrySafe: true, Roles: site},
-		{Name: "bmc.boot", Lane: "power", Timeout: 2 * time.Minute, RetrySafe: true, Roles: site},
-		{Name: "bmc.power", Lane: "power", Timeout: 2 * time.Minute, Destructive: true, Roles: site},
-		{Name: "bmc.confirm", Lane: "query", Timeout: 30 * time.Second, RetrySafe: true, Roles: site},
-		{Name: "bmc.console", Lane: "proxy", Timeout: 8 * time.Hour, Roles: site},
-		{Name: "site.httpProxy", Lane: "proxy", Timeout: 30 * time.Second, Roles: site},
-		{Name: "bmc.media", Lane: "provision", Timeout: 5 * time.Minute, RetrySafe: true, Roles: site},
-		{Name: "bmc.bios", Lane: "provision", Timeout: 30 * time.Minute, Destructive: true, Roles: site},
-		{Name: "bmc.raid", Lane: "provision", Timeout: 30 * time.Minute, Destructive: true, Roles: site},
-		{Name: "bmc.rotate", Lane: "provision", Timeout: 2 * time.Minute, Destructive: true, Roles: site},
-		{Name: "bmc.firmware", Lane: "transfer", Timeout: time.Hour, Destructive: true, Roles: site},
-		{Name: "bmc.bind", Lane: "power", Timeout: 30 * time.Second, Destructive: true, Roles: site},
-		{Name: "pxe.assign", Lane: "provision", Timeout: 30 * time.Second, RetrySafe: true, Destructive: true, Roles: site},
-		{Name: "image.stream", Lane: "transfer", Timeout: time.Hour, Destructive: true, Roles: ramdisk},
+	var out []module.Kind
+	for _, k := range kinds {
+		shared, _ := cmdkind.Named(k.name)
+		out = append(out, module.Kind{
+			Name: k.name, Lane: shared.Lane, Timeout: k.timeout, RetrySafe: shared.RetrySafe, Destructive: k.destructive, Roles: []agentv1.Role{k.role},
+		})
 	}
+	return out
+}
+
+// CommandOf is a command of one of metal's kinds that says nothing yet.
+func CommandOf(kind string) Command {
+	for _, k := range Kinds() {
+		if k.Name == kind {
+			return Command{Kind: k.Name, Lane: k.Lane, Timeout: k.Timeout, RetrySafe: k.RetrySafe}
+		}
+	}
+	return Command{Kind: kind}
+}
+
+// toBMC asks a machine's BMC driver for one operation.
+func toBMC(b store.BMC, name, args string) Command {
+	c := CommandOf(cmdkind.Of(name))
+	c.Args, c.SecretRefs = operation(b, name, args), secretRefs(b)
+	if name == SetPower && b.Driver == Manual {
+		c.Timeout = manualTimeout
+	}
+	return c
 }
 
 // relay is one operation that the machine's BMC driver is asked for by a typed
 // command.
 type relay struct {
-	step, operation, kind string
+	step, operation string
 	// parse judges the operation's one argument; nil: it takes none.
 	parse   func(json.RawMessage) error
 	timeout time.Duration // zero: the kind's own
@@ -56,26 +92,26 @@ type relay struct {
 // concerns that a profile may bind to any driver have names of their own: there
 // bios.applySettings stays the profile's driver's.
 var relayed = []relay{
-	{"power.getPower", GetPower, Query, nil, 0},
-	{"power.setPower", SetPower, "bmc.power", good(metal.ParseAction), 0},
-	{"management.getBootDevice", "management.getBootDevice", Query, nil, 0},
-	{"management.setBootDevice", SetBootDevice, "bmc.boot", good(metal.ParseBootDevice), 0},
-	{"management.resetBmc", "management.resetBmc", "bmc.power", nil, 0},
-	{"management.getEventLog", "management.getEventLog", Query, nil, 0},
-	{"management.getSecureBoot", "management.getSecureBoot", Query, nil, 0},
-	{"management.setSecureBoot", "management.setSecureBoot", "bmc.boot", good(metal.ParseSecureBoot), 0},
-	{"inspect.inspect", "inspect.inspect", Query, nil, 3 * time.Minute},
-	{"media.insert", "virtual-media.insert", "bmc.media", parseISO, 0},
-	{"media.eject", "virtual-media.eject", "bmc.media", nil, 0},
-	{"media.status", "virtual-media.status", Query, nil, 0},
-	{"bmc-bios.getSettings", "bios.getSettings", Query, nil, 0},
-	{"bmc-bios.applySettings", "bios.applySettings", "bmc.bios", good(metal.ParseSettings), 0},
-	{"bmc-bios.resetSettings", "bios.resetSettings", "bmc.bios", nil, 0},
-	{"bmc-raid.getLayout", "raid.getLayout", Query, nil, 0},
-	{"bmc-raid.applyLayout", "raid.applyLayout", "bmc.raid", good(metal.ParseLayout), 0},
-	{"bmc-firmware.list", "firmware.list", Query, nil, 0},
-	{"bmc-firmware.update", "firmware.update", "bmc.firmware", parseUpdate, 0},
-	{"bmc-credentials.rotate", Rotation, "bmc.rotate", nil, 0},
+	{"power.getPower", GetPower, nil, 0},
+	{"power.setPower", SetPower, good(metal.ParseAction), 0},
+	{"management.getBootDevice", "management.getBootDevice", nil, 0},
+	{"management.setBootDevice", SetBootDevice, good(metal.ParseBootDevice), 0},
+	{"management.resetBmc", "management.resetBmc", nil, 0},
+	{"management.getEventLog", "management.getEventLog", nil, 0},
+	{"management.getSecureBoot", "management.getSecureBoot", nil, 0},
+	{"management.setSecureBoot", "management.setSecureBoot", good(metal.ParseSecureBoot), 0},
+	{"inspect.inspect", "inspect.inspect", nil, 3 * time.Minute},
+	{"media.insert", "virtual-media.insert", parseISO, 0},
+	{"media.eject", "virtual-media.eject", nil, 0},
+	{"media.status", "virtual-media.status", nil, 0},
+	{"bmc-bios.getSettings", "bios.getSettings", nil, 0},
+	{"bmc-bios.applySettings", "bios.applySettings", good(metal.ParseSettings), 0},
+	{"bmc-bios.resetSettings", "bios.resetSettings", nil, 0},
+	{"bmc-raid.getLayout", "raid.getLayout", nil, 0},
+	{"bmc-raid.applyLayout", "raid.applyLayout", good(metal.ParseLayout), 0},
+	{"bmc-firmware.list", "firmware.list", nil, 0},
+	{"bmc-firmware.update", "firmware.update", parseUpdate, 0},
+	{"bmc-credentials.rotate", Rotation, nil, 0},
 }
 
 func good[T any](parse func(json.RawMessage) (T, error)) func(json.RawMessage) error {
@@ -86,7 +122,7 @@ func good[T any](parse func(json.RawMessage) (T, error)) func(json.RawMessage) e
 }
 
 // artifactForm is a reference to what the site has for its BMCs, by name or digest.
-var artifactForm = regexp.MustCompile(`^artifact://[A-Za-z0-9][A-Za-z0-9._-]{0,127}$`)
+var artifactForm = regexp.MustCompile(`^` + metal.ArtifactScheme + `[A-Za-z0-9][A-Za-z0-9._-]{0,127}$`)
 
 // parseISO takes a URL, or an artifact that the machine's site serves to the BMC.
 func parseISO(raw json.RawMessage) error {
@@ -139,17 +175,17 @@ const maxArguments = 1 << 20
 // command is the operation as it is sent.
 func (r relay) command(b store.BMC, args driver.Args) (Command, error) {
 	text := ""
-	refs := secretRefs(b)
+	var pending []string
 	if r.operation == Rotation {
-		pending, err := secretstore.PendingRef(b.CredentialsRef)
+		ref, err := secretstore.PendingRef(b.CredentialsRef)
 		if err != nil {
 			return Command{}, errs.New(errs.InvalidConfig, "%s: the machine's BMC has no credential", Rotation)
 		}
-		arg, err := json.Marshal(map[string]string{string(metal.NewPassword): pending})
+		arg, err := json.Marshal(map[string]string{string(metal.NewPassword): ref})
 		if err != nil {
 			return Command{}, err
 		}
-		args, refs = driver.Args{arg}, append(refs, pending)
+		args, pending = driver.Args{arg}, []string{ref}
 	}
 	if len(args) > 0 {
 		raw, err := json.Marshal(args)
@@ -158,13 +194,10 @@ func (r relay) command(b store.BMC, args driver.Args) (Command, error) {
 		}
 		text = string(raw)
 	}
-	timeout := r.timeout
-	if r.operation == SetPower && b.Driver == Manual {
-		timeout = manualTimeout
-	}
-	kinds := Kinds()
-	kind := kinds[slices.IndexFunc(kinds, func(k module.Kind) bool { return k.Name == r.kind })]
-	return Command{Kind: r.kind, Lane: kind.Lane, Args: operation(b, r.operation, text), SecretRefs: refs, Timeout: cmp.Or(timeout, kind.Timeout), RetrySafe: kind.RetrySafe}, nil
+	c := toBMC(b, r.operation, text)
+	c.SecretRefs = append(c.SecretRefs, pending...)
+	c.Timeout = cmp.Or(r.timeout, c.Timeout)
+	return c, nil
 }
 
 // Operate is the command for one operation of a machine's BMC driver; query says
@@ -182,7 +215,7 @@ func Operate(b store.BMC, operation, argsJSON string) (c Command, query bool, er
 		return Command{}, false, apierr.Invalid("%s: %s", operation, errs.From(err).Message)
 	}
 	c, err = relayed[i].command(b, args)
-	return c, relayed[i].kind == Query, err
+	return c, c.Kind == Query, err
 }
 
 // Operations are what Operate takes, sorted.
@@ -205,9 +238,18 @@ func RotateCommand(b store.BMC) (Command, error) {
 
 // BindCommand ties a BMC's address at its box to these from now on.
 func BindCommand(b store.BMC, protected bool) Command {
-	return Command{Kind: "bmc.bind", Lane: "power", Timeout: 30 * time.Second, Args: &bmcv1.BmcBindRequest{
+	c := CommandOf(cmdkind.Bind)
+	c.Args = &bmcv1.BmcBindRequest{
 		Driver: b.Driver, Address: b.Address, CredentialsRef: b.CredentialsRef, TlsSpkiSha256: b.TLSSPKISHA256, Protected: protected,
-	}}
+	}
+	return c
+}
+
+// ForgetCommand has a box forget an address of its book.
+func ForgetCommand(b store.BMC) Command {
+	c := CommandOf(cmdkind.Bind)
+	c.Args = &bmcv1.BmcBindRequest{Driver: b.Driver, Address: b.Address, Forget: true}
+	return c
 }
 
 // Steps are the registered steps that metal brings: they reach the machine's
@@ -222,8 +264,9 @@ func Steps() []module.Step {
 			}
 			return args, nil
 		}
+		kind := cmdkind.Of(r.operation)
 		steps = append(steps, module.Step{
-			ID: r.step, Kind: r.kind, On: module.OnSite, Timeout: r.timeout,
+			ID: r.step, Kind: kind, On: module.OnSite, Timeout: r.timeout,
 			Check: func(with json.RawMessage) error {
 				_, err := check(with)
 				return err
@@ -238,7 +281,7 @@ func Steps() []module.Step {
 			Result: func(result []byte) (json.RawMessage, error) {
 				var answer bmcv1.BmcOperationResult
 				if err := proto.Unmarshal(result, &answer); err != nil {
-					return nil, errs.New(errs.InvalidPayload, "read the answer to %s: %v", r.kind, err)
+					return nil, errs.New(errs.InvalidPayload, "read the answer to %s: %v", kind, err)
 				}
 				if answer.ResultJson == "" {
 					return nil, nil

@@ -13,6 +13,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
+	"github.com/better-compute/site-appliance/appliance/base/cmdkind"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/appliance/base/secret"
 	"github.com/better-compute/site-appliance/appliance/gateway/commands"
@@ -23,7 +24,7 @@ import (
 )
 
 // RotateKind is the command kind that changes a BMC's password.
-const RotateKind = "bmc.rotate"
+const RotateKind = cmdkind.Rotate
 
 // The reasons by which a rotation is refused before anything is sent.
 const (

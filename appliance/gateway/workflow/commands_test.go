@@ -12,6 +12,8 @@ import (
 
 	"google.golang.org/protobuf/proto"
 
+	"github.com/better-compute/site-appliance/appliance/api/agentv1"
+	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/appliance/gateway/commands"
 	"github.com/better-compute/site-appliance/appliance/gateway/metal"
 	"github.com/better-compute/site-appliance/appliance/gateway/store"
@@ -162,6 +164,40 @@ func TestOvertaken(t *testing.T) {
 		return store.WorkflowStep{WorkflowID: "wf_other", State: store.StateDone}, nil
 	}))
 	w.check(Inspect, w.runUntil(w.engine(), id))
+}
+
+// TestAheadBox: the box of a gateway that was restored is ahead. Its word comes in
+// an event, which may be later than its refusal.
+func TestAheadBox(t *testing.T) {
+	w := newWorld(t)
+	w.assigned = &pxev1.AssignRequest{Version: 90}
+	refused := 0
+	w.fail = func(spec commands.Spec, nth int) *errs.Error {
+		if spec.Kind == "pxe.assign" && nth == 3 {
+			refused = nth - 1
+			must(t, w.store.HeardAssignVersion(t.Context(), "ag_box", 90))
+		}
+		return nil
+	}
+	w.enrol(store.Agent{ID: "ag_ram", Role: agentv1.Role_ROLE_RAMDISK, SiteID: "site_1", MachineID: w.m.ID, WindowID: "win_old"})
+	must(t, w.store.HeardAssignVersion(t.Context(), "ag_ram", 90))
+	if v, err := w.store.AssignVersion(t.Context(), "site_1"); v != 0 || err != nil {
+		t.Errorf("a machine raised the version to %d, %v", v, err)
+	}
+	e := w.engine()
+	id, err := e.Start(t.Context(), Inspect, w.m, Params{})
+	must(t, err)
+	wf := w.runUntil(e, id)
+	if wf.State != store.StateDone || refused != 2 || w.assigned.Version <= 90 {
+		t.Errorf("the workflow ended %s (%s) after %d refusals, at snapshot %d", wf.State, wf.ErrorMessage, refused, w.assigned.Version)
+	}
+	before, err := w.store.AssignVersion(t.Context(), "site_1")
+	must(t, err)
+	must(t, w.store.HeardAssignVersion(t.Context(), w.box, 7))
+	must(t, w.store.HeardAssignVersion(t.Context(), w.box, 1<<64-1))
+	if v, err := w.store.AssignVersion(t.Context(), "site_1"); v != before+1<<32 || err != nil {
+		t.Errorf("a box that lies raised the version from %d to %d, %v; want one step of 2^32", before, v, err)
+	}
 }
 
 type watch struct {

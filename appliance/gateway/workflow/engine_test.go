@@ -210,7 +210,7 @@ func (w *world) run(spec commands.Spec) (proto.Message, *errs.Error) {
 	switch args := decodeArgs(w.t, spec).(type) {
 	case *pxev1.AssignRequest:
 		if w.assigned != nil && args.Version < w.assigned.Version {
-			return nil, errs.New(errs.InvalidArgs, "snapshot %d is older than %d", args.Version, w.assigned.Version)
+			return nil, errs.New(errs.StaleVersion, "snapshot %d is older than %d", args.Version, w.assigned.Version)
 		}
 		w.assigned = args
 		w.effects = append(w.effects, "assign "+strings.ToLower(strings.TrimPrefix(args.Machines[0].Action.String(), "ACTION_")))

@@ -4,6 +4,8 @@ import (
 	"context"
 	"fmt"
 	"time"
+
+	"github.com/better-compute/site-appliance/appliance/base/cmdkind"
 )
 
 // The workflows.
@@ -61,7 +63,7 @@ func windowLength(name string) time.Duration {
 
 // kindsOf are the command kinds that a workflow sends.
 func kindsOf(name string) []string {
-	kinds := []string{"bmc.query", "bmc.boot", "bmc.power", "pxe.assign"}
+	kinds := []string{cmdkind.Query, cmdkind.Boot, cmdkind.Power, cmdkind.Assign}
 	if name == Deploy {
 		kinds = append(kinds, "image.stream")
 	}

@@ -11,6 +11,7 @@ import (
 	"google.golang.org/protobuf/proto"
 
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
+	"github.com/better-compute/site-appliance/appliance/base/cmdkind"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/appliance/base/secret"
 	"github.com/better-compute/site-appliance/appliance/gateway/metal"
@@ -76,7 +77,10 @@ func (r *run) assign(ctx context.Context, a store.Assignment) error {
 		// A snapshot that was overtaken while the gateway was away is refused
 		// as too old: a new one takes its place.
 		latest, verr := r.e.Store.AssignVersion(ctx, r.machine.SiteID)
-		overtaken := verr == nil && latest > c.Version && r.step.Attempt+1 < maxAttempts
+		// The box of a gateway that was restored is ahead, and says by how far in
+		// an event of its own, which may come a moment later.
+		stale := errs.CodeOf(err) == errs.StaleVersion
+		overtaken := (stale || verr == nil && latest > c.Version) && r.step.Attempt+1 < maxAttempts
 		if !overtaken && !again(c.RetrySafe, err, r.step.Attempt) {
 			return err
 		}
@@ -305,13 +309,15 @@ func streamImage(ctx context.Context, r *run) error {
 	}
 	result, err := r.command(ctx, func(ctx context.Context) (string, metal.Command, error) {
 		ramdisk, err := r.ramdisk(ctx)
-		return ramdisk, metal.Command{Kind: "image.stream", Lane: "transfer", SecretRefs: []string{r.seedRef()}, Timeout: time.Hour,
-			Args: &imagev1.StreamRequest{
-				Format: image.Format, Sha256: image.SHA256, SizeBytes: image.SizeBytes,
-				UnpackedSha256: image.UnpackedSHA256, UnpackedSizeBytes: image.UnpackedSizeBytes,
-				Disk: &imagev1.DiskSelector{Serial: r.params.DiskSerial},
-				Seed: &imagev1.Seed{InstanceId: r.w.ID, Hostname: r.params.Hostname, SshAuthorizedKeys: r.params.SSHAuthorizedKeys, NodeJoinRef: r.seedRef()},
-			}}, err
+		c := metal.CommandOf(cmdkind.Stream)
+		c.SecretRefs = []string{r.seedRef()}
+		c.Args = &imagev1.StreamRequest{
+			Format: image.Format, Sha256: image.SHA256, SizeBytes: image.SizeBytes,
+			UnpackedSha256: image.UnpackedSHA256, UnpackedSizeBytes: image.UnpackedSizeBytes,
+			Disk: &imagev1.DiskSelector{Serial: r.params.DiskSerial},
+			Seed: &imagev1.Seed{InstanceId: r.w.ID, Hostname: r.params.Hostname, SshAuthorizedKeys: r.params.SSHAuthorizedKeys, NodeJoinRef: r.seedRef()},
+		}
+		return ramdisk, c, err
 	})
 	if err != nil {
 		return err

@@ -18,6 +18,7 @@ import (
 
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
+	"github.com/better-compute/site-appliance/appliance/site/reach"
 	"github.com/better-compute/site-appliance/bmc/addressbook"
 )
 
@@ -206,10 +207,11 @@ func (p *Proxy) locate(ctx context.Context, u *url.URL) (place, error) {
 	if err != nil {
 		return place{}, err
 	}
+	isBMC := func(a netip.Addr) bool { return bmcs[a] }
 	networks := p.networks()
 	var chosen netip.Addr
 	for _, a := range addrs {
-		if why := Refuse(a, own, bmcs); why != "" {
+		if why := reach.Refuse(a, own, isBMC); why != "" {
 			return place{}, forbidden(host, why)
 		}
 		if !chosen.IsValid() && slices.ContainsFunc(networks, func(n netip.Prefix) bool { return n.Contains(a) }) {
@@ -228,30 +230,6 @@ func (p *Proxy) locate(ctx context.Context, u *url.URL) (place, error) {
 
 func forbidden(host, why string) error {
 	return errs.New(errs.OperationNotAllowed, "%s %s: no request goes there", host, why)
-}
-
-// Refuse says why nothing that somebody else names may be fetched from an
-// address, whatever network it lies in; empty: it may. own are the box's addresses.
-func Refuse(a netip.Addr, own []netip.Addr, bmcs map[netip.Addr]bool) string {
-	switch {
-	case a.Zone() != "":
-		return "has a zone"
-	case a.Is4In6():
-		return "is an IPv4 address in IPv6's form"
-	case a.IsLoopback():
-		return "is the box itself"
-	case a.IsUnspecified(), a.IsMulticast(), a == netip.AddrFrom4([4]byte{255, 255, 255, 255}):
-		return "is no address of one host"
-	case a.IsLinkLocalUnicast():
-		return "is a link-local address"
-	case addressbook.Translated(a):
-		return "is an IPv6 address that stands for an IPv4 one"
-	case slices.Contains(own, a):
-		return "is the box itself"
-	case bmcs[a]:
-		return "is a BMC"
-	}
-	return ""
 }
 
 // lookup is all addresses of a host.

@@ -29,6 +29,7 @@ import (
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/appliance/base/secret"
+	"github.com/better-compute/site-appliance/appliance/site/reach"
 )
 
 // maxAnswerHead bounds an answer's status line and headers.
@@ -66,7 +67,7 @@ type Proxy struct {
 func New(o Options) *Proxy {
 	p := &Proxy{book: o.Book, networks: o.Networks, own: o.Own, resolve: o.Resolve, dial: o.Dial, roots: o.Roots, log: o.Log}
 	if p.own == nil {
-		p.own = OwnAddrs
+		p.own = reach.Own
 	}
 	if p.resolve == nil {
 		p.resolve = func(ctx context.Context, host string) ([]netip.Addr, error) {
@@ -80,23 +81,6 @@ func New(o Options) *Proxy {
 		p.log = slog.New(slog.DiscardHandler)
 	}
 	return p
-}
-
-// OwnAddrs are the addresses of all interfaces.
-func OwnAddrs() ([]netip.Addr, error) {
-	list, err := net.InterfaceAddrs()
-	if err != nil {
-		return nil, err
-	}
-	var out []netip.Addr
-	for _, a := range list {
-		if n, ok := a.(*net.IPNet); ok {
-			if ip, ok := netip.AddrFromSlice(n.IP); ok {
-				out = append(out, ip.Unmap())
-			}
-		}
-	}
-	return out, nil
 }
 
 // Secrets resolves references of the command.

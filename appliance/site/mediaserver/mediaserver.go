@@ -20,6 +20,7 @@ import (
 	"time"
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
+	"github.com/better-compute/site-appliance/plugins/metal"
 )
 
 // Port is where BMCs fetch from.
@@ -87,17 +88,14 @@ func New(o Options) *Server {
 // Close ends all offers for this process; the file keeps them for the next.
 func (s *Server) Close() { s.stop() }
 
-// scheme begins a reference to an artifact.
-const scheme = "artifact://"
-
 // Offer makes an https URL at which the BMC at bmcAddress (host:port), and nobody
 // else, can fetch the artifact that ref (artifact://NAME-or-SHA256) names, until
 // release is called or a day is over. Errors: invalid-args, invalid-address,
 // no-space, unavailable and those of Locate and Open.
 func (s *Server) Offer(ctx context.Context, bmcAddress, ref string) (url string, release func(), err error) {
-	name, found := strings.CutPrefix(ref, scheme)
+	name, found := strings.CutPrefix(ref, metal.ArtifactScheme)
 	if !found || name == "" {
-		return "", nil, errs.New(errs.InvalidArgs, "%.100q is no reference: want %sNAME or %sSHA256", ref, scheme, scheme)
+		return "", nil, errs.New(errs.InvalidArgs, "%.100q is no reference: want %sNAME or %sSHA256", ref, metal.ArtifactScheme, metal.ArtifactScheme)
 	}
 	client, lan, err := s.place(ctx, bmcAddress)
 	if err != nil {

@@ -62,6 +62,8 @@ const (
 	SiteServiceListProcedure = "/compute.v1.SiteService/List"
 	// SiteServiceHttpProxyProcedure is the fully-qualified name of the SiteService's HttpProxy RPC.
 	SiteServiceHttpProxyProcedure = "/compute.v1.SiteService/HttpProxy"
+	// SiteServiceForgetBmcProcedure is the fully-qualified name of the SiteService's ForgetBmc RPC.
+	SiteServiceForgetBmcProcedure = "/compute.v1.SiteService/ForgetBmc"
 	// PoolServiceAddProcedure is the fully-qualified name of the PoolService's Add RPC.
 	PoolServiceAddProcedure = "/compute.v1.PoolService/Add"
 	// PoolServiceListProcedure is the fully-qualified name of the PoolService's List RPC.
@@ -140,6 +142,9 @@ type SiteServiceClient interface {
 	// One HTTP request from the site's box to a host there that is no BMC;
 	// compute:sites:proxy. The first message has status and headers, the others the body.
 	HttpProxy(context.Context, *connect.Request[computev1.SiteHttpProxyRequest]) (*connect.ServerStreamForClient[computev1.SiteHttpProxyResponse], error)
+	// The site's box forgets a BMC's address, which may be no machine's any more;
+	// compute:metal:write.
+	ForgetBmc(context.Context, *connect.Request[computev1.ForgetBmcRequest]) (*connect.Response[computev1.ForgetBmcResponse], error)
 }
 
 // NewSiteServiceClient constructs a client for the compute.v1.SiteService service. By default, it
@@ -171,6 +176,12 @@ func NewSiteServiceClient(httpClient connect.HTTPClient, baseURL string, opts ..
 			connect.WithSchema(siteServiceMethods.ByName("HttpProxy")),
 			connect.WithClientOptions(opts...),
 		),
+		forgetBmc: connect.NewClient[computev1.ForgetBmcRequest, computev1.ForgetBmcResponse](
+			httpClient,
+			baseURL+SiteServiceForgetBmcProcedure,
+			connect.WithSchema(siteServiceMethods.ByName("ForgetBmc")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
@@ -179,6 +190,7 @@ type siteServiceClient struct {
 	add       *connect.Client[computev1.AddSiteRequest, computev1.AddSiteResponse]
 	list      *connect.Client[computev1.ListSitesRequest, computev1.ListSitesResponse]
 	httpProxy *connect.Client[computev1.SiteHttpProxyRequest, computev1.SiteHttpProxyResponse]
+	forgetBmc *connect.Client[computev1.ForgetBmcRequest, computev1.ForgetBmcResponse]
 }
 
 // Add calls compute.v1.SiteService.Add.
@@ -196,6 +208,11 @@ func (c *siteServiceClient) HttpProxy(ctx context.Context, req *connect.Request[
 	return c.httpProxy.CallServerStream(ctx, req)
 }
 
+// ForgetBmc calls compute.v1.SiteService.ForgetBmc.
+func (c *siteServiceClient) ForgetBmc(ctx context.Context, req *connect.Request[computev1.ForgetBmcRequest]) (*connect.Response[computev1.ForgetBmcResponse], error) {
+	return c.forgetBmc.CallUnary(ctx, req)
+}
+
 // SiteServiceHandler is an implementation of the compute.v1.SiteService service.
 type SiteServiceHandler interface {
 	Add(context.Context, *connect.Request[computev1.AddSiteRequest]) (*connect.Response[computev1.AddSiteResponse], error)
@@ -203,6 +220,9 @@ type SiteServiceHandler interface {
 	// One HTTP request from the site's box to a host there that is no BMC;
 	// compute:sites:proxy. The first message has status and headers, the others the body.
 	HttpProxy(context.Context, *connect.Request[computev1.SiteHttpProxyRequest], *connect.ServerStream[computev1.SiteHttpProxyResponse]) error
+	// The site's box forgets a BMC's address, which may be no machine's any more;
+	// compute:metal:write.
+	ForgetBmc(context.Context, *connect.Request[computev1.ForgetBmcRequest]) (*connect.Response[computev1.ForgetBmcResponse], error)
 }
 
 // NewSiteServiceHandler builds an HTTP handler from the service implementation. It returns the path
@@ -230,6 +250,12 @@ func NewSiteServiceHandler(svc SiteServiceHandler, opts ...connect.HandlerOption
 		connect.WithSchema(siteServiceMethods.ByName("HttpProxy")),
 		connect.WithHandlerOptions(opts...),
 	)
+	siteServiceForgetBmcHandler := connect.NewUnaryHandler(
+		SiteServiceForgetBmcProcedure,
+		svc.ForgetBmc,
+		connect.WithSchema(siteServiceMethods.ByName("ForgetBmc")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/compute.v1.SiteService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case SiteServiceAddProcedure:
@@ -238,6 +264,8 @@ func NewSiteServiceHandler(svc SiteServiceHandler, opts ...connect.HandlerOption
 			siteServiceListHandler.ServeHTTP(w, r)
 		case SiteServiceHttpProxyProcedure:
 			siteServiceHttpProxyHandler.ServeHTTP(w, r)
+		case SiteServiceForgetBmcProcedure:
+			siteServiceForgetBmcHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -257,6 +285,10 @@ func (UnimplementedSiteServiceHandler) List(context.Context, *connect.Request[co
 
 func (UnimplementedSiteServiceHandler) HttpProxy(context.Context, *connect.Request[computev1.SiteHttpProxyRequest], *connect.ServerStream[computev1.SiteHttpProxyResponse]) error {
 	return connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.SiteService.HttpProxy is not implemented"))
+}
+
+func (UnimplementedSiteServiceHandler) ForgetBmc(context.Context, *connect.Request[computev1.ForgetBmcRequest]) (*connect.Response[computev1.ForgetBmcResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.SiteService.ForgetBmc is not implemented"))
 }
 
 // PoolServiceClient is a client for the compute.v1.PoolService service.
