@@ -241,6 +241,8 @@ const (
 	VolumesOldTypes Fault = "volumes-old-types"
 	// VolumesReadOnly: making or deleting a volume is 405.
 	VolumesReadOnly Fault = "volumes-read-only"
+	// VolumesRenumbered: after a volume is deleted those behind it move up by one.
+	VolumesRenumbered Fault = "volumes-renumbered"
 	// FirmwareUnchanged: the task completes, the version is the old one.
 	FirmwareUnchanged Fault = "firmware-unchanged"
 	// FirmwareAtBoot: firmware is written at the next boot, the task waits.
@@ -313,7 +315,7 @@ func Faults() []Fault {
 		PasswordLimit16, PasswordLimit20, PasswordTruncated, PasswordIgnored, PasswordEndsSessions, AccountSlots,
 		SoftIgnored, ActionInfoOnly, ResetTypesUnsaid, NoPowerCycle, NoNMI, GracefulOnly, ForcedOnly,
 		PowerShownLate, PowerIgnored, PowerSameRefused,
-		VolumesAtBoot, VolumesOldTypes, VolumesReadOnly, FirmwareUnchanged, FirmwareAtBoot, NoSimpleUpdate, NoFirmwarePush,
+		VolumesAtBoot, VolumesOldTypes, VolumesReadOnly, VolumesRenumbered, FirmwareUnchanged, FirmwareAtBoot, NoSimpleUpdate, NoFirmwarePush,
 		DeepJSON, EndlessBody, NotJSON, CutJSON, OddTypes, TerminalEscapes, SuccessAsError, AnswersLate,
 		DropsBefore, DropsAfter, ResetsAfter, FailsBefore, FailsAfter, Unavailable,
 		OldTLS, RSAKeyExchange,

@@ -481,6 +481,14 @@ var shows = map[Fault]func(*caller) bool{
 		return refused && out.status == 202 && c.get(volumesPath+"/1", "VolumeType") == "Mirrored"
 	},
 	VolumesReadOnly: func(c *caller) bool { return c.volume(mirror).status == 405 },
+	VolumesRenumbered: func(c *caller) bool {
+		c.volume(mirror)
+		c.reads()
+		c.do("POST", volumesPath, `{"Name":"data","RAIDType":"RAID0","Links":{"Drives":[{"@odata.id":"`+drivesPath+`/3"}]}}`)
+		c.reads()
+		c.status("DELETE", volumesPath+"/1", "")
+		return c.get(volumesPath+"/1", "Name") == "data"
+	},
 	FirmwareUnchanged: func(c *caller) bool {
 		status := c.push("2.0").status
 		c.reads()

@@ -219,6 +219,13 @@ func deleteVolume(x *exchange) reply {
 	v := r.storage.volumes[i]
 	remove := func(r *Redfish) {
 		r.storage.volumes = slices.DeleteFunc(r.storage.volumes, func(other volume) bool { return other.id == v.id })
+		if !r.faults.on(VolumesRenumbered) {
+			return
+		}
+		for i := range r.storage.volumes {
+			r.storage.volumes[i].id = i + 1
+		}
+		r.storage.made = len(r.storage.volumes)
 	}
 	wait := r.faults.on(VolumesAtBoot)
 	if !wait {

@@ -196,7 +196,7 @@ func (p *provider) updateFirmware(ctx *driver.Context, o Options, u metal.Firmwa
 		return metal.Applied{}, errs.New(errs.UnsupportedOperation, "the BMC does not update component %q", u.Component)
 	case u.Version != "" && strings.EqualFold(now.version, u.Version):
 		ctx.Log.Info("the component has this version already", "component", u.Component, "version", u.Version)
-		return metal.Applied{}, nil
+		return metal.Applied{AlreadyInstalled: true}, nil
 	}
 	ways, err := p.ways(ctx, service, u, now)
 	if err != nil {

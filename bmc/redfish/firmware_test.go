@@ -98,8 +98,8 @@ func TestFirmwareUpdate(t *testing.T) {
 				t.Errorf("list after the update = %v", got)
 			}
 			// What is there already is not written again.
-			if _, err := b.applied("firmware", "update", d.update("BIOS", "2.0")); err != nil || len(logged(r, "firmware")) != 1 {
-				t.Errorf("update to what is there = %v, %q", err, r.Log())
+			if again, err := b.applied("firmware", "update", d.update("BIOS", "2.0")); err != nil || !again.AlreadyInstalled || len(logged(r, "firmware")) != 1 {
+				t.Errorf("update to what is there = %+v, %v, %q, want that it says so", again, err, r.Log())
 			}
 			left, err := os.ReadDir(b.pool.options.Spool)
 			if err != nil || len(left) > 0 {

@@ -65,6 +65,7 @@ type volume struct {
 	metal.Volume
 	path   string
 	drives []string // paths
+	ids    []string // what the BMC tells volumes apart by; empty: by nothing
 }
 
 // arrays reads every controller with all it has. A layout that left a volume
@@ -207,6 +208,11 @@ func (p *provider) volume(path string, o object, a array) (volume, bool) {
 		SizeBytes:  o.count("CapacityBytes", maxBytes),
 		Drives:     []string{},
 	}}
+	for _, id := range append(o.objects("Identifiers"), object{"DurableName": o["UUID"]}) {
+		if text := id.text("DurableName"); text != "" {
+			v.ids = append(v.ids, strings.ToLower(text))
+		}
+	}
 	ids := o.object("Links").links("Drives")
 	for _, source := range o.objects("CapacitySources") {
 		if len(ids) == 0 {

@@ -193,7 +193,11 @@ func account(err error, s step, done []string, left []step) error {
 func (p *provider) step(ctx context.Context, s step) (waits bool, err error) {
 	var a *answer
 	if s.remove != nil {
-		a, err = p.write(ctx, http.MethodDelete, s.remove.path, nil)
+		if err := p.still(ctx, s); err != nil {
+			return false, err
+		}
+		// Not again where the answer is lost: another volume may be there by then.
+		a, err = p.change(ctx, http.MethodDelete, s.remove.path, nil, false)
 	} else {
 		a, err = p.create(ctx, s)
 	}
@@ -223,6 +227,28 @@ func (p *provider) step(ctx context.Context, s step) (waits bool, err error) {
 	return false, errs.New(errs.BmcError, "the BMC accepted it, and the volume is not there")
 }
 
+// still reads a volume again before it is deleted: a BMC that numbers its volumes
+// anew after each change has another one at its path.
+func (p *provider) still(ctx context.Context, s step) error {
+	o, err := p.get(ctx, s.remove.path)
+	if absent(err) {
+		return errs.New(errs.BmcError, "there is no volume at %s any more: nothing was deleted, read the layout again", s.remove.path)
+	}
+	if err != nil {
+		return err
+	}
+	now, ok := p.volume(s.remove.path, o, s.array)
+	if !ok || !now.same(*s.remove) {
+		return errs.New(errs.BmcError, "another volume, %s, is at %s by now: nothing was deleted, read the layout again", legible(now.Name), s.remove.path)
+	}
+	return nil
+}
+
+// same reports whether v is the volume that was seen before.
+func (v volume) same(seen volume) bool {
+	return v.Name == seen.Name && v.Level == seen.Level && v.SizeBytes == seen.SizeBytes && slices.Equal(v.drives, seen.drives) && slices.Equal(v.ids, seen.ids)
+}
+
 // stepped looks whether a step shows.
 func (p *provider) stepped(ctx context.Context, s step) (bool, error) {
 	now, err := p.array(ctx, s.array.path)
@@ -231,7 +257,7 @@ func (p *provider) stepped(ctx context.Context, s step) (bool, error) {
 	}
 	for _, v := range now.volumes {
 		switch {
-		case s.remove != nil && v.path == s.remove.path:
+		case s.remove != nil && v.path == s.remove.path && v.same(*s.remove):
 			return false, nil
 		case s.remove == nil && as(v, placed{Volume: *s.make, drives: s.drives}):
 			return true, nil

@@ -158,6 +158,50 @@ func TestRAIDErrorsSayWhatWasDone(t *testing.T) {
 	}
 }
 
+// A BMC that numbers its volumes anew does not get another one deleted for it: not
+// by the next step, and not by the repeat of one whose answer was lost.
+func TestRAIDRenumbered(t *testing.T) {
+	for _, faults := range [][]bmctest.Fault{{bmctest.VolumesRenumbered}, {bmctest.VolumesRenumbered, bmctest.DropsAfter.Times(1)}} {
+		r, b := rig(t)
+		var all []metal.Volume
+		for i, name := range []string{"a", "b", "c"} {
+			all = append(all, metal.Volume{Name: name, Level: "0", Drives: drivesOf(i + 1)})
+		}
+		if _, err := b.do("raid", "applyLayout", layoutOf(all...)); err != nil {
+			t.Fatal(err)
+		}
+		r.SetFaults(faults...)
+		_, err := b.do("raid", "applyLayout", layoutOf(all[2]))
+		if errs.CodeOf(err) != errs.BmcError || !strings.Contains(err.Error(), "delete volume b: another volume, c, is at ") || !strings.Contains(err.Error(), "nothing was deleted") || !strings.Contains(err.Error(), "done: delete volume a") {
+			t.Errorf("%v: applyLayout = %v, want what is at the volume's path now", faults, err)
+		}
+		if log := logged(r, "volume delete"); !slices.Equal(log, []string{"volume delete a"}) {
+			t.Errorf("%v: the BMC saw %q, want the first volume's end alone", faults, log)
+		}
+		// From what there is now it goes on.
+		if _, err := b.do("raid", "applyLayout", layoutOf(all[2])); err != nil {
+			t.Errorf("%v: applyLayout again = %v", faults, err)
+		}
+		if got, err := b.layout(); err != nil || len(got.Volumes) != 1 || got.Volumes[0].Name != "c" {
+			t.Errorf("%v: getLayout = %+v, %v, want c", faults, got, err)
+		}
+	}
+	o, _ := parseObject([]byte(`{"UUID":"AB-1","Identifiers":[{"DurableName":"EUI.2"},{"DurableName":""}]}`))
+	if v, ok := (&provider{conn: &conn{}}).volume("/redfish/v1/V/1", o, array{}); !ok || !slices.Equal(v.ids, []string{"eui.2", "ab-1"}) {
+		t.Errorf("identifiers = %q, want both", v.ids)
+	}
+	seen := volume{Volume: metal.Volume{Name: "v", Level: "0", SizeBytes: 5}, drives: []string{"d"}, ids: []string{"u1"}}
+	for name, change := range map[string]func(*volume){
+		"name": func(v *volume) { v.Name = "w" }, "level": func(v *volume) { v.Level = "1" }, "size": func(v *volume) { v.SizeBytes = 6 },
+		"drives": func(v *volume) { v.drives = nil }, "identifiers": func(v *volume) { v.ids = []string{"u2"} },
+	} {
+		now := seen
+		if change(&now); now.same(seen) || !seen.same(seen) {
+			t.Errorf("a volume of another %s is taken for the same", name)
+		}
+	}
+}
+
 // A controller that makes volumes at the next boot only is not waited for.
 func TestRAIDAtBoot(t *testing.T) {
 	r, b := rig(t, bmctest.VolumesAtBoot)

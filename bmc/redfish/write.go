@@ -28,7 +28,7 @@ func (p *provider) change(ctx context.Context, method, path string, body any, id
 	pause := p.timing.retry
 	for lost := 0; ; {
 		a, err := p.matched(ctx, method, path, raw)
-		if errs.CodeOf(err) == errs.Interrupted && method != http.MethodPost && lost < maxLost && sleep(ctx, pause) {
+		if errs.CodeOf(err) == errs.Interrupted && idempotent && method != http.MethodPost && lost < maxLost && sleep(ctx, pause) {
 			lost++
 			continue
 		}

@@ -437,6 +437,55 @@ func TestImageServerAway(t *testing.T) {
 	}
 }
 
+// TestUnclearInsertKeepsItsOffer: an image that the BMC may have taken stays offered
+// beside the one before it, until a later insert or eject says what is in the drive.
+func TestUnclearInsertKeepsItsOffer(t *testing.T) {
+	insert := func(name string) string { return `["artifact://` + name + `"]` }
+	for _, tt := range []struct {
+		fail error
+		kept bool
+	}{
+		{errs.New(errs.Interrupted, "the answer was lost"), true}, {errs.Retry(errs.Timeout, "late"), true}, {errs.New(errs.Timeout, "late"), true},
+		{errs.Retry(errs.Unreachable, "the plugin ended"), true}, {errs.Retry(errs.BmcError, "busy"), true}, {context.DeadlineExceeded, true},
+		{errs.New(errs.BmcError, "refused"), false}, {errs.New(errs.MediaUntrusted, "refused"), false}, {errs.New(errs.InvalidArgs, "refused"), false},
+	} {
+		b, s := &board{}, &shelf{}
+		r := New(Options{Book: memoryBook(t), BuiltIn: []*driver.Definition{definition(t, "board", b)}, Media: s})
+		do := func(operation, args string, fail error, released string) {
+			t.Helper()
+			b.fail = fail
+			_, err := r.Do(t.Context(), ask("bmc.media", operation, args, nil))
+			if (err != nil) != (fail != nil) || strings.Join(s.released, " ") != released {
+				t.Errorf("%v: %s(%s) = %v, released %q, want %q", tt.fail, operation, args, err, s.released, released)
+			}
+		}
+		do(insertMedia, insert("a"), nil, "")
+		if !tt.kept {
+			do(insertMedia, insert("b"), tt.fail, "artifact://b")
+			do(ejectMedia, "", nil, "artifact://b artifact://a")
+			continue
+		}
+		do(insertMedia, insert("b"), tt.fail, "")
+		do(insertMedia, insert("c"), nil, "artifact://a artifact://b")
+		do(insertMedia, insert("d"), tt.fail, "artifact://a artifact://b")
+		do(ejectMedia, "", tt.fail, "artifact://a artifact://b")
+		do(ejectMedia, "", nil, "artifact://a artifact://b artifact://c artifact://d")
+	}
+	s := &shelf{}
+	m := newMounts(s)
+	for i := range maxKept + 2 {
+		_, release, _ := s.Offer(t.Context(), "b", fmt.Sprint("artifact://", i))
+		m.keep("b", release)
+	}
+	if got := strings.Join(s.released, " "); got != "artifact://1 artifact://2" {
+		t.Errorf("released %q of %d unclear inserts, want the oldest but the first", got, maxKept+2)
+	}
+	m.replace("b", nil)
+	if len(s.released) != maxKept+2 {
+		t.Errorf("released %q at the end, want all", s.released)
+	}
+}
+
 // ofPlugin is the error of a plugin that ended.
 type ofPlugin struct{ error }
 

@@ -7,6 +7,7 @@ import (
 	"sync"
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
+	"github.com/better-compute/site-appliance/bmc/addressbook"
 	"github.com/better-compute/site-appliance/plugins/metal"
 )
 
@@ -17,25 +18,28 @@ type mounts struct {
 	media Media
 
 	mu       sync.Mutex
-	inserted map[string]func() // by the BMC's address
+	inserted map[string][]func() // by the BMC's address
 }
 
-func newMounts(m Media) *mounts { return &mounts{media: m, inserted: map[string]func(){}} }
+// maxKept bounds the offers to one BMC whose inserts ended unclear.
+const maxKept = 8
+
+func newMounts(m Media) *mounts { return &mounts{media: m, inserted: map[string][]func(){}} }
 
 // offer puts a URL in the place of a reference in p's arguments. settle takes
-// whether the operation succeeded.
-func (m *mounts) offer(ctx context.Context, p *Prepared) (settle func(bool), err error) {
+// how the operation ended.
+func (m *mounts) offer(ctx context.Context, p *Prepared) (settle func(error), err error) {
 	operation := p.Concern + "." + p.Operation
 	switch operation {
 	case ejectMedia:
-		return func(ok bool) {
-			if ok {
+		return func(err error) {
+			if err == nil {
 				m.replace(p.Address, nil)
 			}
 		}, nil
 	case insertMedia, firmwareUpdate:
 	default:
-		return func(bool) {}, nil
+		return func(error) {}, nil
 	}
 	args, err := arguments(string(p.Args))
 	if err != nil {
@@ -50,8 +54,8 @@ func (m *mounts) offer(ctx context.Context, p *Prepared) (settle func(bool), err
 		}
 	}
 	if !strings.HasPrefix(ref, metal.ArtifactScheme) {
-		return func(ok bool) {
-			if ok && operation == insertMedia {
+		return func(err error) {
+			if err == nil && operation == insertMedia {
 				m.replace(p.Address, nil)
 			}
 		}, nil
@@ -73,13 +77,43 @@ func (m *mounts) offer(ctx context.Context, p *Prepared) (settle func(bool), err
 		release()
 		return nil, err
 	}
-	return func(ok bool) {
-		if ok && operation == insertMedia {
+	return func(err error) {
+		switch {
+		case operation == insertMedia && err == nil:
 			m.replace(p.Address, release)
-			return
+		case operation == insertMedia && unclear(err):
+			m.keep(p.Address, release)
+		default:
+			release()
 		}
-		release()
 	}, nil
+}
+
+// unclear reports whether the BMC may have done, or may yet do, what ended with err.
+func unclear(err error) bool {
+	e := errs.From(err)
+	switch e.Code {
+	case errs.Timeout, errs.Interrupted, errs.Cancelled, errs.Unreachable, errs.DriverError, errs.Internal:
+		return true
+	}
+	return e.Retryable && !addressbook.NothingSent(e.Code)
+}
+
+// keep holds an offer beside what the BMC had before: which of them is in its drive
+// is not known.
+func (m *mounts) keep(address string, release func()) {
+	m.mu.Lock()
+	kept := append(m.inserted[address], release)
+	var over []func()
+	if n := len(kept) - maxKept; n > 0 {
+		// The first may be what is in the drive, the last what comes into it.
+		over, kept = kept[1:1+n:1+n], append(kept[:1:1], kept[1+n:]...)
+	}
+	m.inserted[address] = kept
+	m.mu.Unlock()
+	for _, release := range over {
+		release()
+	}
 }
 
 // replace takes note of what is in a BMC's drive now, and ends the offer of what
@@ -89,11 +123,11 @@ func (m *mounts) replace(address string, release func()) {
 	before := m.inserted[address]
 	delete(m.inserted, address)
 	if release != nil {
-		m.inserted[address] = release
+		m.inserted[address] = []func(){release}
 	}
 	m.mu.Unlock()
-	if before != nil {
-		before()
+	for _, release := range before {
+		release()
 	}
 	// What was inserted before a restart has nobody else who would end it.
 	if m.media != nil {

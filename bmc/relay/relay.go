@@ -258,10 +258,24 @@ func (r *Relay) Prepare(ctx context.Context, req Request) (*Prepared, error) {
 				r.log.Warn("BMC's binding stays though nothing was sent", "address", checked.Key, "error", err)
 			}
 		}
+		if broke != nil {
+			return &pluginFailure{failure}
+		}
 		return failure
 	}
 	return p, nil
 }
+
+// pluginFailure is a failure of the plugin, and not of the BMC that it speaks to.
+type pluginFailure struct{ err *errs.Error }
+
+func (f *pluginFailure) Error() string { return f.err.Error() }
+
+// Unwrap gives the error its code.
+func (f *pluginFailure) Unwrap() error { return f.err }
+
+// OfPlugin tells whoever learns about targets from errors.
+func (f *pluginFailure) OfPlugin() {}
 
 // serves refuses a driver that is nowhere, before anything is learned or fetched.
 func (r *Relay) serves(op *bmcv1.BmcOperationRequest) error {
@@ -327,7 +341,7 @@ func (r *Relay) run(ctx context.Context, req Request, p *Prepared) (json.RawMess
 		return nil, err
 	}
 	result, err := r.invoke(ctx, req, p)
-	settle(err == nil)
+	settle(err)
 	return result, err
 }
 

@@ -18,6 +18,9 @@ type Settings map[string]any
 type Applied struct {
 	// RebootNeeded is true while the change waits for the machine's next boot.
 	RebootNeeded bool `json:"rebootNeeded"`
+	// AlreadyInstalled is true where a firmware update had nothing to do: the
+	// component has the wanted version.
+	AlreadyInstalled bool `json:"alreadyInstalled,omitempty"`
 }
 
 // BIOS is the kind "bios".

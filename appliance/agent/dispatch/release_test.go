@@ -42,6 +42,9 @@ func (s *stage) run(ctx context.Context, c dispatch.Call) ([]byte, error) {
 		time.Sleep(20 * time.Second)
 		return nil, errs.Retry(errs.Unreachable, "no answer")
 	}
+	if strings.Contains(flags, "x") {
+		return nil, ofPlugin{errs.Retry(errs.Unreachable, "plugin ipmi ended during the call")}
+	}
 	if strings.ContainsAny(flags, "pw") {
 		select {
 		case <-s.leave:
@@ -51,6 +54,12 @@ func (s *stage) run(ctx context.Context, c dispatch.Call) ([]byte, error) {
 	}
 	return []byte("done"), nil
 }
+
+// ofPlugin is the error of a plugin that ended, wherever it came through.
+type ofPlugin struct{ error }
+
+func (ofPlugin) OfPlugin()       {}
+func (o ofPlugin) Unwrap() error { return o.error }
 
 func (s *stage) ran(id string) bool {
 	s.mu.Lock()
@@ -310,5 +319,50 @@ func TestSilentTargetsHoldHalfALane(t *testing.T) {
 		}
 		close(s.leave)
 		b.want("cmd_wait_3", "ok done")
+	})
+}
+
+// TestPluginThatEndsSaysNothingOfTargets: the targets of a plugin that ended are
+// neither silent, nor do those that were silent count as heard.
+func TestPluginThatEndsSaysNothingOfTargets(t *testing.T) {
+	authority := agenttest.NewAuthority(t)
+	synctest.Test(t, func(t *testing.T) {
+		s := &stage{leave: make(chan struct{})}
+		b := start(t, authority, "", kind(s.run), func(c *dispatch.Config) { c.Lanes = map[string]int{"power": 4} })
+		defer b.stop()
+		for n := range 4 {
+			b.offer(fmt.Sprintf("cmd_crash_%d", n), fmt.Sprintf("host%d x", n))
+			b.want(fmt.Sprintf("cmd_crash_%d", n), "unreachable")
+		}
+		for n := range 4 {
+			b.offer(fmt.Sprintf("cmd_wait_%d", n), fmt.Sprintf("host%d w", n))
+		}
+		synctest.Wait()
+		if s.now != 4 {
+			t.Errorf("%d of the crashed plugin's targets run together, want the lane's 4", s.now)
+		}
+		close(s.leave)
+		for n := range 4 {
+			b.want(fmt.Sprintf("cmd_wait_%d", n), "ok done")
+			b.offer(fmt.Sprintf("cmd_dead_%d", n), fmt.Sprintf("host%d u", n))
+		}
+		time.Sleep(21 * time.Second)
+		for n := range 4 {
+			b.want(fmt.Sprintf("cmd_dead_%d", n), "unreachable")
+			b.offer(fmt.Sprintf("cmd_crashed_%d", n), fmt.Sprintf("host%d x", n))
+			b.want(fmt.Sprintf("cmd_crashed_%d", n), "unreachable")
+		}
+		s.leave = make(chan struct{})
+		for n := range 4 {
+			b.offer(fmt.Sprintf("cmd_later_%d", n), fmt.Sprintf("host%d w", n))
+		}
+		synctest.Wait()
+		if s.now != 2 {
+			t.Errorf("%d silent targets run together after a crash, want half of 4", s.now)
+		}
+		close(s.leave)
+		for n := range 4 {
+			b.want(fmt.Sprintf("cmd_later_%d", n), "ok done")
+		}
 	})
 }

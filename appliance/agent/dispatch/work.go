@@ -177,10 +177,14 @@ func (d *Dispatcher) leave(t *task) {
 // maxSilent bounds what is remembered of targets that did not answer.
 const maxSilent = 8192
 
-// heard notes whether a target answered. A code by which nothing ran says nothing.
-// The caller holds mu.
-func (d *Dispatcher) heard(t *task, code errs.Code) {
-	switch code {
+// heard notes whether a target answered. A code by which nothing ran says nothing,
+// nor does a plugin that ended, whatever its call's code is. The caller holds mu.
+func (d *Dispatcher) heard(t *task, err error) {
+	var broke interface{ OfPlugin() }
+	if errors.As(err, &broke) {
+		return
+	}
+	switch errs.CodeOf(err) {
 	case errs.Unreachable:
 		if len(d.silent) < maxSilent {
 			d.silent[t.op.Key] = true
@@ -411,7 +415,7 @@ func (d *Dispatcher) finish(t *task, result []byte, err error) {
 		}
 		outcome, code = failure(id, &e), e.Code
 	}
-	d.heard(t, code)
+	d.heard(t, err)
 	d.setAside(t, false)
 	delete(d.tasks, id)
 	delete(d.progress, id)

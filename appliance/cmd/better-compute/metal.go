@@ -101,7 +101,7 @@ func parseDrivers(std stdio, list []string) (bmc string, bindings map[string]*co
 	return bmc, bindings, nil
 }
 
-const machineHead = "NAME ID STATE DRIVER ADDRESS MACS AGENT"
+const machineHead = "NAME ID STATE DRIVER ADDRESS MACS AGENT PROTECTED POWER-ASKED"
 
 func machineRow(m *computev1.Machine) []string {
 	agent := ""
@@ -111,7 +111,11 @@ func machineRow(m *computev1.Machine) []string {
 			agent = m.GetAgentRole() + " online"
 		}
 	}
-	return []string{m.GetName(), m.GetId(), m.GetState(), m.GetBmc().GetDriver(), m.GetBmc().GetAddress(), strings.Join(m.GetMacs(), ","), agent}
+	protected := ""
+	if m.GetProtected() {
+		protected = "yes"
+	}
+	return []string{m.GetName(), m.GetId(), m.GetState(), m.GetBmc().GetDriver(), m.GetBmc().GetAddress(), strings.Join(m.GetMacs(), ","), agent, protected, m.GetPowerAsked()}
 }
 
 func metalList(ctx context.Context, args []string, std stdio) error {

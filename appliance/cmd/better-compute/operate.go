@@ -146,6 +146,10 @@ func ended(std stdio, f *flags, what, id string, res *computev1.GetCommandRespon
 		}
 		return errors.New(clean(res.ErrorCode) + ": " + clean(res.ErrorMessage) + hint + " (command " + id + ")")
 	}
+	var applied struct{ AlreadyInstalled bool }
+	if json.Unmarshal([]byte(res.ResultJson), &applied) == nil && applied.AlreadyInstalled {
+		fmt.Fprintf(std.err, "%s: this version is installed already; nothing was written\n", what)
+	}
 	if f.json {
 		return nil
 	}

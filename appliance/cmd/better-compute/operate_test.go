@@ -63,6 +63,12 @@ func (d *desk) Get(context.Context, *connect.Request[computev1.GetMachineRequest
 		Bmc: &computev1.Bmc{Driver: cmp.Or(d.driver, "redfish"), Address: "10.0.0.5", CredentialsRef: "secret://acme/a", TlsSpkiSha256: "ab", DriverOptionsJson: "{}"}}}), nil
 }
 
+func (d *desk) List(context.Context, *connect.Request[computev1.ListMachinesRequest]) (*connect.Response[computev1.ListMachinesResponse], error) {
+	return connect.NewResponse(&computev1.ListMachinesResponse{Items: []*computev1.Machine{
+		{Name: "m1", Id: "node_1", State: "enrolled", Protected: true}, {Name: "m2", Id: "node_2", State: "enrolled", PowerAsked: "off"}, {Name: "m3", Id: "node_3", State: "enrolled"},
+	}}), nil
+}
+
 func (d *desk) RotateCredentials(_ context.Context, req *connect.Request[computev1.RotateCredentialsRequest]) (*connect.Response[computev1.RotateCredentialsResponse], error) {
 	d.note("%s rotate", req.Msg.Machine)
 	return connect.NewResponse(&computev1.RotateCredentialsResponse{CommandId: "cmd_1"}), nil
@@ -189,6 +195,18 @@ func TestFollowCommand(t *testing.T) {
 	}
 }
 
+// TestFirmwareInstalledAlready: an update with nothing to do says so, and any other
+// does not.
+func TestFirmwareInstalledAlready(t *testing.T) {
+	for result, says := range map[string]bool{`{"rebootNeeded":false,"alreadyInstalled":true}`: true, `{"rebootNeeded":false}`: false, `null`: false} {
+		run := deskCLI(t, &desk{states: []*computev1.GetCommandResponse{{State: "done", ResultJson: result}}})
+		_, notes, err := run("", "firmware", "m1", "update", "--component", "BIOS", "--url", "artifact://bios", "--sha256", strings.Repeat("a", 64), "--version", "2.1")
+		if err != nil || strings.Contains(notes, "installed already") != says {
+			t.Errorf("an update that ended with %s prints %q, %v", result, notes, err)
+		}
+	}
+}
+
 // TestPowerByPeople: a person is said to be asked once the box has asked, and what
 // nobody is asked for is an error.
 func TestPowerByPeople(t *testing.T) {
@@ -210,5 +228,25 @@ func TestPowerByPeople(t *testing.T) {
 		if !strings.Contains(notes, tt.notes) || tt.err != "" && strings.Contains(notes, "a person is asked") {
 			t.Errorf("%s: printed %q, want %q", tt.name, notes, tt.notes)
 		}
+	}
+}
+
+// TestListShowsProtectionAndAskedPower: what stands in the way of a machine's work
+// is in the list, not only in the machine's own view.
+func TestListShowsProtectionAndAskedPower(t *testing.T) {
+	run := deskCLI(t, &desk{})
+	out, _, err := run("", "list")
+	if err != nil {
+		t.Fatal(err)
+	}
+	lines := strings.Split(strings.TrimSpace(out), "\n")
+	for i, want := range []string{"PROTECTED POWER-ASKED", "yes -", "- off", "- -"} {
+		if i >= len(lines) || !strings.HasSuffix(strings.Join(strings.Fields(lines[i]), " "), want) {
+			t.Errorf("metal list = %q, want line %d to end with %q", out, i, want)
+		}
+	}
+	out, _, err = run("", "list", "--json")
+	if words := strings.Join(strings.Fields(out), " "); err != nil || !strings.Contains(words, `"protected": true`) || !strings.Contains(words, `"power_asked": "off"`) {
+		t.Errorf("metal list --json = %q, %v", out, err)
 	}
 }

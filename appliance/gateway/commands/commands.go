@@ -59,6 +59,12 @@ type Grants interface {
 	Cite(ctx context.Context, agent store.Agent, p *agentv1.CommandPayload) (*agentv1.GrantCitation, error)
 }
 
+// Lapses are Grants that know what became of those that would have covered a command.
+type Lapses interface {
+	// Lapsed is for people; empty where there was none.
+	Lapsed(ctx context.Context, agent store.Agent, p *agentv1.CommandPayload) (string, error)
+}
+
 // grace is how long past its not_after the result of a command that an agent
 // may have is waited for.
 const grace = 2 * time.Minute
@@ -72,7 +78,8 @@ type Service struct {
 	log    *slog.Logger
 
 	prepare  map[string]Prepare // by kind
-	finishes func(id string)    // nil: nobody listens
+	complete map[string]Complete
+	finishes func(id string) // nil: nobody listens
 
 	mu       sync.Mutex
 	waiters  map[string]*waiter
@@ -105,6 +112,19 @@ func (s *Service) CiteFrom(g Grants) { s.grants = g }
 // Prepare brings about what must be there before a command is kept; args are
 // encoded. over is called when the submission has ended, either way.
 type Prepare func(ctx context.Context, spec Spec, args []byte) (over func(), err error)
+
+// Complete puts into encoded arguments what only the gateway's key can make. The
+// same arguments always come to the same.
+type Complete func(args []byte) ([]byte, error)
+
+// Completing has c complete the arguments of every command of a kind. It must be
+// called before Submit is.
+func (s *Service) Completing(kind string, c Complete) {
+	if s.complete == nil {
+		s.complete = map[string]Complete{}
+	}
+	s.complete[kind] = c
+}
 
 // Before has p prepare every command of a kind. It must be called before Submit is.
 func (s *Service) Before(kind string, p Prepare) {
@@ -198,6 +218,11 @@ func (s *Service) submit(ctx context.Context, spec Spec) (string, error) {
 			return "", err
 		}
 		defer over()
+	}
+	if complete := s.complete[spec.Kind]; complete != nil {
+		if args, err = complete(args); err != nil {
+			return "", err
+		}
 	}
 	now := s.store.Now()
 	c := store.Command{

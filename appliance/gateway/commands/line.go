@@ -130,11 +130,50 @@ func (s *Service) Report(p *agentv1.CommandProgress) {
 // Finish gives an open command of the agent its outcome; store.ErrConflict
 // where it has one already, which stays.
 func (s *Service) Finish(ctx context.Context, agentID, id string, result []byte, e *errs.Error) error {
+	if e != nil && e.Code == errs.QuorumRequired {
+		e = s.explain(ctx, agentID, id, e)
+	}
 	if err := s.store.FinishCommand(ctx, agentID, id, result, e); err != nil {
 		return err
 	}
 	s.finished(id)
 	return nil
+}
+
+// explain adds to a box's refusal what this gateway knows of a grant that would
+// have covered the command: a box is not told of grants that hold no more.
+func (s *Service) explain(ctx context.Context, agentID, id string, e *errs.Error) *errs.Error {
+	known, ok := s.grants.(Lapses)
+	if !ok {
+		return e
+	}
+	why, err := s.lapsed(ctx, known, agentID, id)
+	if err != nil {
+		s.log.Warn("refusal not explained", "command", id, "err", err)
+	}
+	if why == "" {
+		return e
+	}
+	return &errs.Error{Code: e.Code, Retryable: e.Retryable, Message: e.Message + ". The gateway knows: " + why}
+}
+
+func (s *Service) lapsed(ctx context.Context, known Lapses, agentID, id string) (string, error) {
+	c, err := s.store.Command(ctx, id)
+	if err != nil {
+		return "", err
+	}
+	p := &agentv1.CommandPayload{}
+	if err := proto.Unmarshal(c.Signed.GetPayload(), p); err != nil {
+		return "", err
+	}
+	if c.AgentID != agentID || p.GetGrant() != nil {
+		return "", nil // not its own, or one that was cited holds
+	}
+	agent, err := s.store.Agent(ctx, agentID)
+	if err != nil {
+		return "", err
+	}
+	return known.Lapsed(ctx, agent, p)
 }
 
 // Abandon ends every open command of an agent that will not come back.

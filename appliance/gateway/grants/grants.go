@@ -5,7 +5,9 @@ package grants
 
 import (
 	"context"
+	"fmt"
 	"slices"
+	"strings"
 	"sync"
 	"time"
 
@@ -245,9 +247,59 @@ func (s *Service) Cite(ctx context.Context, agent store.Agent, p *agentv1.Comman
 	return nil, nil
 }
 
-// covers reports whether a grant's terms allow what the command does.
+// maxLapsed bounds the grants for one target that are looked at for one that lapsed.
+const maxLapsed = 64
+
+// Lapsed says of the latest grant that would have covered a command why it holds no
+// more, in words for people; empty where nobody approved such a one.
+func (s *Service) Lapsed(ctx context.Context, agent store.Agent, p *agentv1.CommandPayload) (string, error) {
+	if !s.InForce() {
+		return "", nil
+	}
+	subject, ok := Describe(p, agent.MachineID)
+	if !ok {
+		return "", nil
+	}
+	now := s.store.Now()
+	all, err := s.store.GrantsEver(ctx, agent.SiteID, subject.Targets[0], maxLapsed)
+	if err != nil {
+		return "", err
+	}
+	for _, g := range all {
+		if g.Targets, err = s.targetsOf(ctx, g.ID); err != nil {
+			return "", err
+		}
+		terms, err := grants.Parse(g.Payload)
+		if err != nil || !allows(terms, g.Targets, subject) || grants.Approved(s.bundle, &agentv1.SignedGrant{Payload: g.Payload, Signatures: g.Signatures}) != nil {
+			continue
+		}
+		var why []string
+		for _, t := range subject.Targets {
+			n, err := s.store.GrantUses(ctx, g.ID, t)
+			if err != nil {
+				return "", err
+			}
+			if n >= terms.GetUsesPerTarget() {
+				why = append(why, fmt.Sprintf("is used up for %s (%d of %d)", t, n, terms.GetUsesPerTarget()))
+			}
+		}
+		if !now.Before(g.NotAfter) {
+			why = append(why, "ended at "+g.NotAfter.UTC().Format(time.RFC3339))
+		}
+		if len(why) > 0 {
+			return fmt.Sprintf("grant %s covered it and %s", g.ID, strings.Join(why, " and ")), nil
+		}
+	}
+	return "", nil
+}
+
+// covers reports whether a grant's terms allow what the command does now.
 func covers(g *agentv1.Grant, targets []string, s Subject, now time.Time) bool {
-	return g.GetNotBeforeMs() <= now.UnixMilli() && now.UnixMilli() < g.GetNotAfterMs() &&
-		grants.Allows(g, s.Kind, s.Operation, s.Action) && grants.Brings(g, s.Operation, s.Artifacts) == "" &&
+	return g.GetNotBeforeMs() <= now.UnixMilli() && now.UnixMilli() < g.GetNotAfterMs() && allows(g, targets, s)
+}
+
+// allows is covers at any time.
+func allows(g *agentv1.Grant, targets []string, s Subject) bool {
+	return grants.Allows(g, s.Kind, s.Operation, s.Action) && grants.Brings(g, s.Operation, s.Artifacts) == "" &&
 		!slices.ContainsFunc(s.Targets, func(t string) bool { _, found := slices.BinarySearch(targets, t); return !found })
 }

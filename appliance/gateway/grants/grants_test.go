@@ -241,7 +241,7 @@ func TestPropose(t *testing.T) {
 		"a week":        {func(p *Proposal) { p.Valid = grants.MaxLife }, []string{"bmc:10.0.0.1:623"}, ""},
 		"more":          {func(p *Proposal) { p.Valid = grants.MaxLife + 1 }, nil, "valid_s"},
 		"no machine":    {func(p *Proposal) { p.Machines = nil }, nil, "machines"},
-		"two sites":     {func(p *Proposal) { p.Machines = append(p.Machines, d.machine("zeta", "m1")) }, nil, "different sites"},
+		"two sites":     {func(p *Proposal) { p.Machines = append(p.Machines, d.machine("zeta", "m1")) }, nil, "at another site"},
 		"no operation":  {func(p *Proposal) { p.Operations = nil }, nil, "targets"},
 		"odd kind":      {func(p *Proposal) { p.Operations[0].Kind = "site.update" }, nil, "none that a grant is for"},
 		"odd operation": {func(p *Proposal) { p.Operations[0].Operation = "a b" }, nil, "operation"},
@@ -307,5 +307,47 @@ func TestDescribe(t *testing.T) {
 		if ok != (tt.want.Kind != "") || got.Kind != tt.want.Kind || got.Operation != tt.want.Operation || got.Action != tt.want.Action || !slices.Equal(got.Targets, tt.want.Targets) || !slices.Equal(got.Artifacts, tt.want.Artifacts) {
 			t.Errorf("%s: Describe = %+v, %v, want %+v", name, got, ok, tt.want)
 		}
+	}
+}
+
+// TestLapsed: of a command that no grant covers any more people are told which one
+// did, and why it holds no more.
+func TestLapsed(t *testing.T) {
+	d := newDesk(t)
+	d.addAgent()
+	off := power("ipmi", "10.0.0.1", "off")
+	want := func(when string, p *agentv1.CommandPayload, want string) {
+		t.Helper()
+		got, err := d.Lapsed(t.Context(), store.Agent{ID: "ag_1", SiteID: "site_acme"}, p)
+		if err != nil || got != want {
+			t.Errorf("%s: Lapsed = %q, %v, want %q", when, got, err, want)
+		}
+	}
+	want("nothing proposed", off, "")
+	g := d.propose(nil)
+	d.approve(g, 0)
+	want("half approved", off, "")
+	d.approve(g, 1)
+	want("holds", off, "")
+	_, err := d.store.AddCommand(t.Context(), store.Command{ID: "cmd_1", SpecHash: []byte("1"), AgentID: "ag_1", Kind: "bmc.power", Lane: "power", Incarnation: "i",
+		Issued: d.now, NotAfter: d.now.Add(time.Minute), Signed: &agentv1.SignedCommand{Payload: []byte("p"), Signature: []byte("s")},
+		GrantID: g.ID, GrantTargets: []string{"bmc:10.0.0.1:623"}})
+	d.must(err)
+	spent := "grant " + g.ID + " covered it and is used up for bmc:10.0.0.1:623 (1 of 1)"
+	want("spent", off, spent)
+	want("another action", power("ipmi", "10.0.0.1", "cycle"), "")
+	want("another machine", power("ipmi", "10.0.0.2", "off"), "")
+	want("another kind", &agentv1.CommandPayload{Kind: "site.update", Args: off.Args}, "")
+	unapproved := d.propose(func(p *Proposal) { p.Valid = 2 * defaultLife })
+	want("a later one that nobody approved", off, spent)
+	d.now = d.now.Add(defaultLife)
+	ended := " ended at " + g.NotAfter.UTC().Format(time.RFC3339)
+	want("spent and over", off, spent+" and"+ended)
+	d.approve(unapproved, 0, 1)
+	d.now = d.now.Add(defaultLife)
+	want("the latest counts", off, "grant "+unapproved.ID+" covered it and ended at "+unapproved.NotAfter.UTC().Format(time.RFC3339))
+	other, err := d.Lapsed(t.Context(), store.Agent{ID: "ag_2", SiteID: "site_zeta"}, off)
+	if err != nil || other != "" {
+		t.Errorf("Lapsed for another tenant's site = %q, %v, want nothing", other, err)
 	}
 }

@@ -101,6 +101,13 @@ func (s *Store) GrantsFor(ctx context.Context, siteID, target string, t time.Tim
 		AND EXISTS (SELECT 1 FROM grant_targets WHERE target = ?2 AND grant_id = grants.id) ORDER BY not_after_ms, id`, siteID, target, toMS(t))
 }
 
+// GrantsEver lists grants of the site's tenant for that site that hold target,
+// ended or not, the one that ends last first, at most limit; their targets are left out.
+func (s *Store) GrantsEver(ctx context.Context, siteID, target string, limit int) ([]Grant, error) {
+	return s.grants(ctx, `SELECT `+grantColumns+` FROM grants WHERE site_id = ?1 AND tenant_id = (SELECT tenant_id FROM sites WHERE sites.id = ?1)
+		AND EXISTS (SELECT 1 FROM grant_targets WHERE target = ?2 AND grant_id = grants.id) ORDER BY not_after_ms DESC, id DESC LIMIT ?3`, siteID, target, limit)
+}
+
 func (s *Store) grants(ctx context.Context, query string, args ...any) ([]Grant, error) {
 	all, err := list(ctx, s.r, scanGrant, query, args...)
 	for i := range all {
