@@ -8,13 +8,16 @@ import (
 	"io"
 	"log/slog"
 	"net/netip"
-	"path/filepath"
+	"strings"
 	"sync"
 	"time"
 
 	"github.com/better-compute/site-appliance/appliance/base/bound"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
+	"github.com/better-compute/site-appliance/pxe/arp"
 	"github.com/better-compute/site-appliance/pxe/assign"
+	"github.com/better-compute/site-appliance/pxe/attempts"
+	"github.com/better-compute/site-appliance/pxe/boots"
 	"github.com/better-compute/site-appliance/pxe/decide"
 	"github.com/better-compute/site-appliance/pxe/dhcp"
 	"github.com/better-compute/site-appliance/pxe/discover"
@@ -22,6 +25,7 @@ import (
 	"github.com/better-compute/site-appliance/pxe/httpboot"
 	"github.com/better-compute/site-appliance/pxe/lease"
 	"github.com/better-compute/site-appliance/pxe/pxev1"
+	"github.com/better-compute/site-appliance/pxe/syslog"
 	"github.com/better-compute/site-appliance/pxe/tftp"
 )
 
@@ -30,8 +34,23 @@ type Config struct {
 	Interface string
 	// Address is the box's own on the interface, with its prefix length. It must be there before Run.
 	Address netip.Prefix
-	// RangeStart and RangeEnd are the ends of the address pool, both included.
+	// Mode is how DHCP is served.
+	Mode dhcp.Mode
+	// Takeover serves authoritatively though another server answers; otherwise Run
+	// returns a *dhcp.ForeignError then.
+	Takeover bool
+	// BMC is for an interface of BMCs: addresses, and nothing to boot.
+	BMC bool
+	// RangeStart and RangeEnd are the ends of the address pool, both included; only
+	// mode Authoritative has one.
 	RangeStart, RangeEnd netip.Addr
+	// Told is what the interface's machines are told of their network; of its other
+	// fields none counts.
+	Told dhcp.Subnet
+	// Relayed are the subnets behind relays.
+	Relayed []Relayed
+	// Reservations are those of the configuration; assigned machines have theirs beside them.
+	Reservations []lease.Reservation
 	// StateDir holds the interface's lease file.
 	StateDir string
 	Assign   *assign.Store
@@ -39,7 +58,13 @@ type Config struct {
 	// Cmdline is the ramdisk kernel's command line, without initrd= arguments.
 	Cmdline string
 	// Boot makes the initrd that is appended for one boot of the machine.
-	Boot func(ctx context.Context, m *pxev1.Machine) ([]byte, error)
+	Boot func(ctx context.Context, b httpboot.Booting) ([]byte, error)
+	// Counts is how often machines have booted and what is done; one for all interfaces.
+	Counts *boots.Store
+	// Heard, Attempts and Syslog are what machines are, did and said; nil: of this interface alone.
+	Heard    *Heard
+	Attempts *attempts.Log
+	Syslog   *syslog.Store
 	// Artifacts opens a stored artifact by its SHA-256; nil serves none.
 	Artifacts func(ctx context.Context, sha256 string) (io.ReadSeekCloser, int64, error)
 	// Event is given pxe.discovered and pxe.stage with a Discovered or Stage as
@@ -50,6 +75,8 @@ type Config struct {
 	HTTPPort int
 	// Now is the trusted time against which boot windows end; nil is time.Now.
 	Now func() time.Time
+
+	reserved map[string]bool
 }
 
 // Discovered is an unknown machine that asked to boot.
@@ -64,7 +91,7 @@ type Discovered struct {
 	IP          string `json:"ip,omitempty"`
 }
 
-// Stage is how far a boot has come: dhcp, tftp, http-loader, script, kernel, initrd, boot.
+// Stage is how far a boot has come: dhcp, tftp, http-loader, script, kernel, initrd, boot, uki, iso, progress, done.
 type Stage struct {
 	MAC       string `json:"mac"`
 	MachineID string `json:"machine_id"`
@@ -84,13 +111,21 @@ func Run(ctx context.Context, cfg Config) error {
 	if err := cfg.Assign.Damaged(); err != nil {
 		cfg.Log.Error("boot assignments lost until the gateway sends them again", "err", err)
 	}
+	if cfg.Mode == dhcp.Authoritative && !cfg.Takeover {
+		if err := dhcp.Probe(ctx, cfg.Interface, cfg.Address.Addr(), dhcp.DefaultProbing); err != nil {
+			if ctx.Err() != nil {
+				return nil
+			}
+			return fmt.Errorf("pxe on %s: %w", cfg.Interface, err)
+		}
+	}
 	var err error
-	s.leases, err = lease.Open(filepath.Join(cfg.StateDir, "leases-"+cfg.Interface), lease.Pool{
-		First: cfg.RangeStart, Last: cfg.RangeEnd, Exclude: excluded(cfg.Address)})
-	if err != nil {
+	if s.leases, err = s.openLeases(); err != nil {
 		return fmt.Errorf("pxe on %s: %w", cfg.Interface, err)
 	}
-	defer s.leases.Close()
+	if s.leases != nil {
+		defer s.leases.Close()
+	}
 	if err := s.serve(ctx); err != nil {
 		return fmt.Errorf("pxe on %s: %w", cfg.Interface, err)
 	}
@@ -103,9 +138,9 @@ func (c *Config) fill() error {
 		return errs.New(errs.InvalidConfig, "pxe: the interface is missing")
 	case !c.Address.IsValid() || !c.Address.Addr().Is4():
 		return errs.New(errs.InvalidConfig, "pxe on %s: the address is missing or not IPv4", c.Interface)
-	case !c.Address.Masked().Contains(c.RangeStart) || !c.Address.Masked().Contains(c.RangeEnd):
+	case c.Mode == dhcp.Authoritative && (!c.Address.Masked().Contains(c.RangeStart) || !c.Address.Masked().Contains(c.RangeEnd)):
 		return errs.New(errs.InvalidConfig, "pxe on %s: range %s to %s is not inside of %s", c.Interface, c.RangeStart, c.RangeEnd, c.Address.Masked())
-	case c.Assign == nil || c.Files == nil || c.Boot == nil || c.Event == nil || c.Log == nil:
+	case c.Assign == nil || c.Counts == nil || c.Files == nil || c.Boot == nil || c.Event == nil || c.Log == nil:
 		return errs.New(errs.InvalidConfig, "pxe on %s: the wiring is incomplete", c.Interface)
 	}
 	if c.HTTPPort == 0 {
@@ -114,12 +149,25 @@ func (c *Config) fill() error {
 	if c.Now == nil {
 		c.Now = time.Now
 	}
+	if c.Heard == nil {
+		c.Heard = new(Heard)
+	}
+	if c.Attempts == nil {
+		c.Attempts = new(attempts.Log)
+	}
+	if c.Syslog == nil {
+		c.Syslog = new(syslog.Store)
+	}
 	if c.Artifacts == nil {
 		c.Artifacts = func(context.Context, string) (io.ReadSeekCloser, int64, error) {
 			return nil, 0, errs.New(errs.Unavailable, "no artifacts are served here")
 		}
 	}
 	c.Log = c.Log.With("interface", c.Interface)
+	c.reserved = make(map[string]bool)
+	for _, r := range c.Reservations {
+		c.reserved[strings.ToLower(r.MAC)] = true
+	}
 	return nil
 }
 
@@ -135,48 +183,70 @@ func excluded(own netip.Prefix) []netip.Addr {
 
 type server struct {
 	Config
-	leases *lease.Table
+	leases *lease.Database // nil in mode Proxy
+	dhcpd  *dhcp.Server
 	events *events
-	base   string // http://…
+	http   *httpboot.Handler
 	seen   discover.Filter
+	bmcs   map[string]BMC
 }
 
 // serve opens every socket before the first request is answered, so that no
 // machine is sent to a server that is not there.
 func (s *server) serve(ctx context.Context) error {
-	s.base = "http://" + s.Address.Addr().String()
-	if s.HTTPPort != 80 {
-		s.base = fmt.Sprintf("%s:%d", s.base, s.HTTPPort)
+	services := []func(context.Context) error{s.follow}
+	if !s.BMC {
+		ln, err := bound.Listen(ctx, s.Interface, netip.AddrPortFrom(s.Address.Addr(), uint16(s.HTTPPort)))
+		if err != nil {
+			return fmt.Errorf("http: %w", err)
+		}
+		defer ln.Close()
+		tftpd, err := tftp.Listen(ctx, tftp.Config{Interface: s.Interface, Address: s.Address.Addr(), Open: s.openTFTP, Ended: s.endedTFTP, Log: s.Log})
+		if err != nil {
+			return err
+		}
+		defer tftpd.Close()
+		lines, err := syslog.Listen(ctx, syslog.Config{Interface: s.Interface, Address: s.Address.Addr(), Holder: s.holder, Store: s.Syslog, Now: s.Now, Log: s.Log})
+		if err != nil {
+			// Machines boot without being heard.
+			s.Log.Warn("what machines say while they boot is not kept", "err", err)
+		} else {
+			defer lines.Close()
+			services = append(services, lines.Serve)
+		}
+		s.http = httpboot.New(httpboot.Config{
+			Holder: s.holder, Request: s.ask, Counts: s.Counts, Files: s.Files, Cmdline: s.Cmdline, Boot: s.Boot,
+			Artifacts: s.Artifacts, Stage: s.stageHTTP, Syslog: lines != nil, Now: s.Now, Log: s.Log,
+		})
+		services = append(services, tftpd.Serve, func(ctx context.Context) error { return httpboot.Serve(ctx, ln, s.http, s.Log) })
 	}
-	ln, err := bound.Listen(ctx, s.Interface, netip.AddrPortFrom(s.Address.Addr(), uint16(s.HTTPPort)))
-	if err != nil {
-		return fmt.Errorf("http: %w", err)
+	var offered func(netip.Addr, string)
+	if s.Mode == dhcp.Authoritative || s.Mode == dhcp.Reservations {
+		prober, err := arp.Listen(arp.Config{Interface: s.Interface, Pool: localPool, Leases: s.leases, Log: s.Log})
+		if err != nil {
+			return err
+		}
+		defer prober.Close()
+		offered = prober.Offered
+		services = append(services, prober.Serve)
 	}
-	defer ln.Close()
-	tftpd, err := tftp.Listen(ctx, tftp.Config{Interface: s.Interface, Address: s.Address.Addr(), Open: s.openTFTP, Ended: s.endedTFTP, Log: s.Log})
+	var err error
+	s.dhcpd, err = dhcp.Listen(ctx, dhcp.Config{
+		Interface: s.Interface, Mode: s.Mode, Local: s.local(), Relayed: s.relayed(), Takeover: s.Takeover, BMC: s.BMC, Leases: s.leases,
+		Known: s.known, Name: s.hostName, Boot: s.bootDHCP, Offered: offered, Seen: s.seenBMC, Foreign: s.foreign, Now: time.Now, Log: s.Log,
+	})
 	if err != nil {
 		return err
 	}
-	dhcpd, err := dhcp.Listen(ctx, dhcp.Config{Interface: s.Interface, Address: s.Address, Leases: s.leases, Boot: s.bootDHCP, Now: time.Now, Log: s.Log})
-	if err != nil {
-		return errors.Join(err, tftpd.Close())
-	}
-	defer dhcpd.Close()
-	handler := httpboot.New(httpboot.Config{
-		Base: s.base, Holder: s.leases.Holder, ByMAC: s.Assign.ByMAC, Files: s.Files, Cmdline: s.Cmdline,
-		Boot: s.Boot, Artifacts: s.Artifacts, Stage: s.stageHTTP, Now: s.Now, Log: s.Log,
-	})
+	defer s.dhcpd.Close()
+	services = append(services, s.dhcpd.Serve)
 	s.Log.Info("network boot is served", "address", s.Address.String(), "assignment", s.Assign.Version())
 
 	ctx, cancel := context.WithCancel(ctx)
 	defer cancel()
 	var wg sync.WaitGroup
-	errc := make(chan error, 3)
-	for _, run := range []func(context.Context) error{
-		dhcpd.Serve,
-		tftpd.Serve,
-		func(ctx context.Context) error { return httpboot.Serve(ctx, ln, handler, s.Log) },
-	} {
+	errc := make(chan error, len(services))
+	for _, run := range services {
 		wg.Go(func() {
 			errc <- run(ctx)
 			cancel() // one without the others would strand machines half-way
@@ -195,73 +265,40 @@ func (s *server) serve(ctx context.Context) error {
 	return errors.Join(all...)
 }
 
-// bootDHCP is what a boot request is answered with; called from DHCP's one loop.
-func (s *server) bootDHCP(who dhcp.Who, ip netip.Addr, step dhcp.Step) string {
-	m, known := s.Assign.ByMAC(who.MAC)
-	if !known {
-		if s.seen.Fresh(who.MAC, s.Now()) {
-			s.Log.Info("unknown machine asks to boot", "mac", who.MAC, "client", who.Client.String(), "arch", who.Arch)
-			s.events.put("pxe.discovered", "state", who.MAC, Discovered{MAC: who.MAC, Interface: s.Interface, Client: who.Client.String(),
-				Arch: who.Arch, ProductUUID: who.UUID, Class: who.Class, IP: ip.String()})
-		}
-		return ""
-	}
-	d := decide.Decide(decide.Request{Machine: m, Client: who.Client, Now: s.Now()})
-	if step == dhcp.Acknowledged {
-		s.stage(Stage{MAC: who.MAC, MachineID: m.MachineId, Stage: "dhcp", Client: who.Client.String(), IP: ip.String(),
-			Detail: d.Action.String() + ": " + d.Reason})
-	}
-	switch {
-	case d.Action == decide.Chain && who.Client == decide.UEFIHTTP:
-		return httpboot.LoaderURL(s.base, who.MAC)
-	case d.Action == decide.Chain:
-		return d.File
-	case who.Client == decide.IPXE && d.Action != decide.None:
-		// For the local disk too: the script's exit is the quickest way there.
-		return httpboot.ScriptURL(s.base, who.MAC)
-	}
-	return ""
-}
+// holder is the MAC that has an address.
+func (s *server) holder(ip netip.Addr) (mac string, ok bool) { return s.dhcpd.Holder(ip) }
 
-// openTFTP gives a machine the one loader that DHCP named to it.
-func (s *server) openTFTP(client netip.Addr, name string) (files.File, error) {
-	mac, ok := s.leases.Holder(client)
-	if !ok {
-		return nil, errors.New("the address holds no lease")
+// baseAt is how URLs begin for who reaches the box at an address.
+func (s *server) baseAt(server netip.Addr) string {
+	if s.HTTPPort == 80 {
+		return "http://" + server.String()
 	}
-	asked, file := decide.UEFI, files.UEFILoader
-	switch name {
-	case decide.UEFIFile:
-	case decide.BIOSFile:
-		asked, file = decide.BIOS, files.BIOSLoader
-	default:
-		return nil, errors.New("no such file")
-	}
-	m, _ := s.Assign.ByMAC(mac)
-	if d := decide.Decide(decide.Request{Machine: m, Client: asked, Now: s.Now()}); d.Action != decide.Chain {
-		return nil, errors.New(d.Reason)
-	}
-	return s.Files.Open(file)
+	return fmt.Sprintf("http://%s:%d", server, s.HTTPPort)
 }
 
 func (s *server) endedTFTP(t tftp.Transfer) {
-	mac, _ := s.leases.Holder(t.Client)
-	m, known := s.Assign.ByMAC(mac)
+	mac, _ := s.holder(t.Client)
+	m := s.ask(mac).Assigned()
 	switch {
 	case t.Outcome == tftp.Probed:
 		s.Log.Debug("TFTP size asked", "client", t.Client.String(), "file", t.Name)
 	case t.Outcome == tftp.Failed:
 		s.Log.Warn("TFTP transfer failed", "client", t.Client.String(), "file", t.Name, "bytes", t.Bytes, "err", t.Err)
-	case known:
+	case m != nil:
+		s.dhcpd.Loaded(mac)
 		s.stage(Stage{MAC: mac, MachineID: m.MachineId, Stage: "tftp", IP: t.Client.String(), Detail: t.Name})
 	}
 }
 
 func (s *server) stageHTTP(mac string, m *pxev1.Machine, stage, detail string) {
+	if stage == "http-loader" {
+		s.dhcpd.Loaded(mac)
+	}
 	s.stage(Stage{MAC: mac, MachineID: m.MachineId, Stage: stage, Detail: detail})
 }
 
 func (s *server) stage(st Stage) {
 	s.Log.Info("boot stage", "mac", st.MAC, "machine", st.MachineID, "stage", st.Stage, "client", st.Client, "ip", st.IP, "detail", st.Detail)
+	s.remember(st.MAC, st.Stage, st.Client, st.Detail, st.Stage == "dhcp" && !strings.HasPrefix(st.Client, decide.IPXE.String()))
 	s.events.put("pxe.stage", "telemetry", st.MAC, st)
 }

@@ -24,7 +24,9 @@ import (
 	"github.com/pin/tftp/v3"
 
 	"github.com/better-compute/site-appliance/pxe/assign"
+	"github.com/better-compute/site-appliance/pxe/boots"
 	"github.com/better-compute/site-appliance/pxe/files"
+	"github.com/better-compute/site-appliance/pxe/httpboot"
 	"github.com/better-compute/site-appliance/pxe/newc"
 	"github.com/better-compute/site-appliance/pxe/pxetest"
 	"github.com/better-compute/site-appliance/pxe/pxev1"
@@ -87,12 +89,18 @@ func start(t *testing.T, iface, dir string, edit func(*Config), machines ...*pxe
 	if _, err := store.Apply(&pxev1.AssignRequest{Version: store.Version() + 1, Machines: machines}); err != nil {
 		t.Fatal(err)
 	}
+	counts, err := boots.Open(filepath.Join(dir, "boots"), store.Window)
+	if err != nil {
+		t.Fatal(err)
+	}
 	b := &box{store: store}
 	cfg := Config{
 		Interface: iface, Address: netip.MustParsePrefix(boxAddr + "/24"),
 		RangeStart: netip.MustParseAddr("10.77.0.100"), RangeEnd: netip.MustParseAddr("10.77.0.199"),
-		StateDir: dir, Assign: store, Files: files.Dir(filepath.Join(dir, "netboot")), Cmdline: "console=ttyS0",
-		Boot: func(_ context.Context, m *pxev1.Machine) ([]byte, error) {
+		Takeover: true, StateDir: dir, Assign: store, Files: files.Dir(filepath.Join(dir, "netboot")), Cmdline: "console=ttyS0",
+		Counts: counts,
+		Boot: func(_ context.Context, booting httpboot.Booting) ([]byte, error) {
+			m := booting.Machine
 			b.mu.Lock()
 			defer b.mu.Unlock()
 			b.boots++
@@ -113,7 +121,7 @@ func start(t *testing.T, iface, dir string, edit func(*Config), machines ...*pxe
 	}
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
-	go func() { done <- Run(ctx, cfg) }()
+	go func() { done <- Run(ctx, cfg); close(done) }()
 	b.stop = sync.OnceValue(func() error { cancel(); return <-done })
 	t.Cleanup(func() {
 		if err := b.stop(); err != nil {
@@ -272,6 +280,7 @@ func TestRun(t *testing.T) {
 		{"UEFI", asUEFI, []dhcpv4.Modifier{dhcpv4.WithBroadcast(true)}, "snponly.efi"},
 		{"BIOS, answered by a frame", asBIOS, []dhcpv4.Modifier{dhcpv4.WithBroadcast(false)}, "undionly.kpxe"},
 		{"UEFI HTTP", asHTTP, nil, "http://10.77.0.1/boot/52-54-00-00-00-0a/snponly.efi"},
+		{"an iPXE that was not given ours", asIPXE, nil, "snponly.efi"},
 		{"iPXE", asIPXE, nil, script},
 		{"iPXE with another client id", asIPXE, []dhcpv4.Modifier{dhcpv4.WithGeneric(dhcpv4.OptionClientIdentifier, []byte("\x00other"))}, script},
 		{"a system", nil, nil, ""},
@@ -307,8 +316,8 @@ func TestRun(t *testing.T) {
 			urls = append(urls, word)
 		}
 	}
-	if len(urls) != 4 || urls[3] != script {
-		t.Fatalf("script = %q, want four URLs, the last its own", text)
+	if len(urls) != 5 || urls[3] != "http://10.77.0.1/boot/${netX/mac:hexhyp}/script.ipxe" {
+		t.Fatalf("script = %q, want five URLs, the fourth its own by the port that boots", text)
 	}
 	if got := mustGet(t, m, urls[0]); !bytes.Equal(got, content[files.Kernel]) {
 		t.Errorf("kernel = %d bytes, want the file", len(got))

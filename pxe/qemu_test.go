@@ -3,6 +3,7 @@ package pxe
 import (
 	"context"
 	"errors"
+	"fmt"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -10,6 +11,7 @@ import (
 	"time"
 
 	"github.com/better-compute/site-appliance/image/qemutest"
+	"github.com/better-compute/site-appliance/pxe/httpboot"
 	"github.com/better-compute/site-appliance/pxe/pxetest"
 	"github.com/better-compute/site-appliance/pxe/pxev1"
 )
@@ -42,7 +44,7 @@ func TestQEMUFirmware(t *testing.T) {
 	pxetest.Bridge(t, "br0", netip.MustParsePrefix(boxAddr+"/24"), "tap0")
 	b := start(t, "br0", dir, func(c *Config) {
 		// BIOS iPXE runs any noise as a boot sector: its boot is made to fail one step on.
-		c.Boot = func(context.Context, *pxev1.Machine) ([]byte, error) { return nil, errors.New("refused by the test") }
+		c.Boot = func(context.Context, httpboot.Booting) ([]byte, error) { return nil, errors.New("refused by the test") }
 	})
 
 	for _, tt := range []struct {
@@ -72,7 +74,7 @@ func TestQEMUFirmware(t *testing.T) {
 		if tt.loader != "" {
 			stage(tt.loader)
 		}
-		stage("Stage:script Client: IP: Detail:ramdisk")
+		stage("Stage:script Client: IP: Detail:agent: ")
 		stage("Stage:kernel")
 		t.Logf("%s: kernel asked for after %.0f s", tt.name, time.Since(began).Seconds())
 		// The boot fails, and iPXE asks again: by then it has other orders.
@@ -81,7 +83,7 @@ func TestQEMUFirmware(t *testing.T) {
 		if _, err := b.store.Apply(&pxev1.AssignRequest{Version: version + 1, Machines: []*pxev1.Machine{local}}); err != nil {
 			t.Fatal(err)
 		}
-		stage("Stage:script Client: IP: Detail:local-disk")
+		stage("Stage:script Client: IP: Detail:local-disk: ")
 		if err := vm.WaitMarker(t.Context(), tt.next, quiet); err != nil {
 			t.Fatal(err)
 		}
@@ -89,17 +91,51 @@ func TestQEMUFirmware(t *testing.T) {
 	}
 }
 
-// runQEMU starts a machine on tap0 with a small disk behind the NIC in boot order.
-func runQEMU(t *testing.T, cfg qemutest.Config, nic qemutest.NIC) *qemutest.VM {
+// TestQEMUOtherPort lets a real iPXE whose boot fails, and whose port gets no script
+// any more, find one by its other port.
+func TestQEMUOtherPort(t *testing.T) {
+	qemutest.Need(t, true)
+	if _, err := os.Stat("/dev/net/tun"); err != nil {
+		t.Skipf("needs QEMU: %v", err)
+	}
+	if !pxetest.InNamespace(t) {
+		return
+	}
+	dir := t.TempDir()
+	bootFiles(t, dir)
+	pxetest.Bridge(t, "br0", netip.MustParsePrefix(boxAddr+"/24"), "tap0", "tap1")
+	const first, second = "52:54:00:00:01:03", "52:54:00:00:01:04"
+	m := ramdisk(first)
+	m.Macs = []string{first, second}
+	b := start(t, "br0", dir, func(c *Config) {
+		c.Boot = func(context.Context, httpboot.Booting) ([]byte, error) { return nil, errors.New("refused by the test") }
+	}, m)
+	vm := runQEMU(t, qemutest.Config{}, qemutest.NIC{MAC: first}, qemutest.NIC{MAC: second})
+	b.wait(t, 5*quiet, "pxe.stage telemetry "+first+" {MAC:"+first+" MachineID:node_a Stage:kernel")
+	local := localDisk(second)
+	local.MachineId = "node_a"
+	if _, err := b.store.Apply(&pxev1.AssignRequest{Version: b.store.Version() + 1, Machines: []*pxev1.Machine{local}}); err != nil {
+		t.Fatal(err)
+	}
+	b.wait(t, 5*quiet, "pxe.stage telemetry "+second+" {MAC:"+second+" MachineID:node_a Stage:script Client: IP: Detail:local-disk: ")
+	if err := vm.WaitMarker(t.Context(), "Booting from the local disk", quiet); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// runQEMU starts a machine on tap0 and those after it, with a small disk behind the NICs in boot order.
+func runQEMU(t *testing.T, cfg qemutest.Config, nics ...qemutest.NIC) *qemutest.VM {
 	t.Helper()
 	esp := filepath.Join(t.TempDir(), "disk")
 	if err := os.MkdirAll(filepath.Join(esp, "EFI/BOOT"), 0o755); err != nil {
 		t.Fatal(err)
 	}
 	copyFile(t, snponlyFile, filepath.Join(esp, "EFI/BOOT/BOOTX64.EFI"))
-	nic.Netdev, nic.BootIndex = "tap,ifname=tap0,script=no,downscript=no", 1
-	cfg.Dir, cfg.MemoryMiB, cfg.NICs = t.TempDir(), 512, []qemutest.NIC{nic}
-	cfg.Disks = []qemutest.Disk{{Path: "fat:" + esp, ReadOnly: true, BootIndex: 2}}
+	for i := range nics {
+		nics[i].Netdev, nics[i].BootIndex = fmt.Sprintf("tap,ifname=tap%d,script=no,downscript=no", i), i+1
+	}
+	cfg.Dir, cfg.MemoryMiB, cfg.NICs = t.TempDir(), 512, nics
+	cfg.Disks = []qemutest.Disk{{Path: "fat:" + esp, ReadOnly: true, BootIndex: len(nics) + 1}}
 	vm, err := qemutest.Start(t.Context(), cfg)
 	if err != nil {
 		t.Fatal(err)

@@ -24,6 +24,7 @@ import (
 	"github.com/better-compute/site-appliance/appliance/invoke"
 	"github.com/better-compute/site-appliance/plugins/driver"
 	"github.com/better-compute/site-appliance/plugins/host"
+	"github.com/better-compute/site-appliance/pxe/pxev1"
 )
 
 // Options say what a Daemon is.
@@ -145,9 +146,11 @@ func Start(ctx context.Context, o Options, dir func() string) (*Daemon, error) {
 func (d *Daemon) Stop() { d.stop() }
 
 // Boot is what this daemon, being a site, hands to a machine that it boots into
-// the ramdisk: a window of that id must be open for the machine at the gateway.
-// via is how the ramdisk reaches the gateway, host:port.
-func (d *Daemon) Boot(machineID, windowID, purpose, via string, until time.Time) (*bootinfo.Info, error) {
+// the ramdisk, of the assignment that its gateway sent: a boot window of that id
+// must be open for the machine there. Without the gateway's signature in the
+// assignment the ramdisk destroys nothing. via is how it reaches the gateway,
+// host:port.
+func (d *Daemon) Boot(m *pxev1.Machine, via string) (*bootinfo.Info, error) {
 	bundle := d.Bundle()
 	if bundle == nil {
 		return nil, errs.New(errs.NotEnrolled, "the site is not enrolled")
@@ -157,8 +160,8 @@ func (d *Daemon) Boot(machineID, windowID, purpose, via string, until time.Time)
 		return nil, fmt.Errorf("make a boot nonce: %w", err)
 	}
 	signed, err := d.SignVoucher(&agentv1.Voucher{
-		MachineId: machineID, BootNonce: nonce, WindowId: windowID, Purpose: purpose,
-		IssuedAtMs: d.Clock().Now().UnixMilli(), NotAfterMs: until.UnixMilli(),
+		MachineId: m.GetMachineId(), BootNonce: nonce, WindowId: m.GetWindowId(), Purpose: m.GetPurpose(),
+		IssuedAtMs: d.Clock().Now().UnixMilli(), NotAfterMs: m.GetWindowUntilMs(),
 	})
 	if err != nil {
 		return nil, fmt.Errorf("sign voucher: %w", err)
@@ -169,8 +172,8 @@ func (d *Daemon) Boot(machineID, windowID, purpose, via string, until time.Time)
 	}
 	ca, roots := bundle.CASPKI(), bundle.RootSet()
 	return &bootinfo.Info{
-		MachineID: machineID, SiteID: d.SiteID(), GatewayURLs: bundle.URLs(), Via: via,
-		CASPKI: ca[:], RootSet: roots[:], Voucher: voucher,
+		MachineID: m.GetMachineId(), SiteID: d.SiteID(), GatewayURLs: bundle.URLs(), Via: via,
+		CASPKI: ca[:], RootSet: roots[:], Voucher: voucher, Assignment: m.GetAssignment(),
 	}, nil
 }
 

@@ -32,6 +32,7 @@ import (
 	"github.com/better-compute/site-appliance/plugins/driver/schema"
 	"github.com/better-compute/site-appliance/plugins/host"
 	"github.com/better-compute/site-appliance/plugins/sdk"
+	"github.com/better-compute/site-appliance/pxe/pxev1"
 )
 
 // The test binary is the plugin, too.
@@ -260,7 +261,7 @@ func TestProfileOnARamdisk(t *testing.T) {
 	w.must(w.Enrol.OpenWindow(t.Context(), "site_1", w.machine.ID, "win_1", "deploy", until))
 	address, err := url.Parse(w.URL)
 	w.must(err)
-	boot, err := box.Boot(w.machine.ID, "win_1", "deploy", address.Host, until)
+	boot, err := box.Boot(&pxev1.Machine{MachineId: w.machine.ID, WindowId: "win_1", Purpose: "deploy", WindowUntilMs: until.UnixMilli()}, address.Host)
 	w.must(err)
 	ramdisk := daemontest.FakeDaemon(t, daemontest.Options{Role: agentv1.Role_ROLE_RAMDISK, Boot: boot})
 	if ramdisk.MachineID() != w.machine.ID {

@@ -23,12 +23,14 @@ import (
 	line "github.com/better-compute/site-appliance/appliance/agent/tunnel"
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
 	"github.com/better-compute/site-appliance/appliance/api/agentv1/agentv1connect"
+	"github.com/better-compute/site-appliance/appliance/base/cmdkind"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/appliance/gateway/artifacts"
 	"github.com/better-compute/site-appliance/appliance/gateway/commands"
 	"github.com/better-compute/site-appliance/appliance/gateway/enrol"
 	"github.com/better-compute/site-appliance/appliance/gateway/grants"
 	"github.com/better-compute/site-appliance/appliance/gateway/keys"
+	"github.com/better-compute/site-appliance/appliance/gateway/metal"
 	"github.com/better-compute/site-appliance/appliance/gateway/module"
 	"github.com/better-compute/site-appliance/appliance/gateway/nodespec"
 	"github.com/better-compute/site-appliance/appliance/gateway/secretstore"
@@ -137,6 +139,7 @@ func (g *Gateway) open(o Options) (err error) {
 		return err
 	}
 	g.Commands = commands.New(g.Store, g.Keys.Command, g.Modules, g.Log.With("part", "commands"))
+	g.Commands.Completing(cmdkind.Assign, metal.SignAssignments(g.Keys.Command))
 	g.Grants = grants.New(g.Store, g.Keys.Current)
 	g.Commands.CiteFrom(g.Grants)
 	g.Sessions = sessions.New(g.Store, g.Commands, g.Keys, g.Keys.Current.Version(), o.Timing, g.Log.With("part", "sessions"))

@@ -41,6 +41,8 @@ type imager struct {
 	via       string
 	client    *http.Client
 	machine   string       // the machine's id
+	orders    *orders      // what this boot is for
+	report    string       // the URL prefix of posts to the box; empty: none
 	retry     stream.Retry // the default when zero
 	log       *slog.Logger
 }
@@ -48,7 +50,13 @@ type imager struct {
 func (m *imager) kind() dispatch.Kind {
 	return dispatch.Kind{
 		Name: StreamKind, Lane: cmdkind.Lane(StreamKind), Roles: []agentv1.Role{agentv1.Role_ROLE_RAMDISK},
-		Decode: decodeStream, Check: m.check, Run: m.run,
+		Decode: decodeStream, Run: m.run,
+		Check: func(p *agentv1.CommandPayload, op dispatch.Operation) (dispatch.Operation, error) {
+			if err := m.orders.allow(StreamKind, m.machine); err != nil {
+				return op, err
+			}
+			return m.check(p, op)
+		},
 		// A reboot loses the journal with the memory, and the half-written disk
 		// does not boot: what was started is interrupted.
 		Recover: func(context.Context, dispatch.Call) dispatch.Verdict { return dispatch.Interrupted() },
@@ -115,11 +123,14 @@ func (m *imager) run(ctx context.Context, c dispatch.Call) ([]byte, error) {
 		}
 	}
 	m.log.Info("image stream starts", "disk", disk.String(), "sha256", req.Sha256, "bytes", req.UnpackedSizeBytes)
+	m.post(ctx, "progress", "image stream starts")
 	result, err := stream.Run(ctx, job)
 	if err != nil {
 		m.log.Error("image stream failed", "disk", disk.Name, "err", err)
 		return nil, err
 	}
+	// The box sends the machine to its disk from now on, line or no line.
+	m.post(ctx, "done", "image written to "+disk.Name)
 	m.log.Info("image stream done: the disk was read back and holds the image", "disk", disk.Name, "bytes", result.BytesWritten)
 	return proto.Marshal(&imagev1.StreamResult{
 		Disk: disk.Path, Sha256: result.SHA256, UnpackedSha256: result.UnpackedSHA256, BytesWritten: uint64(result.BytesWritten),

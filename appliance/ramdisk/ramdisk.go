@@ -19,6 +19,7 @@ import (
 	"github.com/better-compute/site-appliance/appliance/agent/bootinfo"
 	"github.com/better-compute/site-appliance/appliance/agent/dispatch"
 	"github.com/better-compute/site-appliance/appliance/agent/outbox"
+	"github.com/better-compute/site-appliance/appliance/agent/trust"
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
 	"github.com/better-compute/site-appliance/appliance/invoke"
 	"github.com/better-compute/site-appliance/plugins/metal"
@@ -74,8 +75,10 @@ func Run(ctx context.Context, c Config) error {
 	for _, n := range hardware.NICs {
 		macs = append(macs, n.MAC)
 	}
-	images := &imager{sys: c.Sys, dev: c.Dev, artifacts: artifacts, via: boot.Via, client: plainClient(), machine: boot.MachineID, log: c.Log}
-	a, err := agent.New(agent.Config{
+	var a *agent.Agent
+	booted := &orders{assignment: boot.Assignment, voucher: boot.Voucher, bundle: func() *trust.Bundle { return a.Bundle() }}
+	images := &imager{orders: booted, report: boot.Report, sys: c.Sys, dev: c.Dev, artifacts: artifacts, via: boot.Via, client: plainClient(), machine: boot.MachineID, log: c.Log}
+	a, err = agent.New(agent.Config{
 		Role: agentv1.Role_ROLE_RAMDISK, StateDir: c.StateDir, Boot: &boot, Dial: c.Dial, Version: c.Version, Build: c.Build,
 		Capabilities: []string{"image.stream/raw.zst"}, Kinds: []dispatch.Kind{images.kind(), invoke.New(invoke.Options{MachineID: func() string { return boot.MachineID }, Log: c.Log})},
 		ProductUUID: hardware.ProductUUID, MACs: macs, Log: c.Log,

@@ -29,6 +29,8 @@ import (
 	"github.com/better-compute/site-appliance/image/gpt"
 	"github.com/better-compute/site-appliance/image/imagev1"
 	"github.com/better-compute/site-appliance/plugins/metal"
+	"github.com/better-compute/site-appliance/pxe/mandate"
+	"github.com/better-compute/site-appliance/pxe/pxev1"
 
 	dgpt "github.com/diskfs/go-diskfs/partition/gpt"
 )
@@ -112,6 +114,8 @@ type lab struct {
 	served      []byte // what the box really gives
 	session     *agenttest.Session
 	gateway     *agenttest.Gateway
+	purpose     string      // of the signed assignment
+	posts       chan string // what the box was told
 }
 
 func run(t *testing.T, f func(context.Context) error) {
@@ -131,7 +135,7 @@ func run(t *testing.T, f func(context.Context) error) {
 
 func newLab(t *testing.T, prepare ...func(*lab)) *lab {
 	t.Helper()
-	l := &lab{machine: newMachine(t), gateway: agenttest.Start(t)}
+	l := &lab{machine: newMachine(t), gateway: agenttest.Start(t), purpose: "deploy", posts: make(chan string, 100)}
 	for _, f := range prepare {
 		f(l)
 	}
@@ -154,6 +158,11 @@ func newLab(t *testing.T, prepare ...func(*lab)) *lab {
 		t.Fatal(err)
 	}
 	artifacts := httptest.NewServer(http.HandlerFunc(func(w http.ResponseWriter, req *http.Request) {
+		if what, ok := strings.CutPrefix(req.URL.Path, "/boot/mac/token/"); ok && req.Method == http.MethodPost {
+			l.posts <- what
+			http.Error(w, "no report fails anything", http.StatusServiceUnavailable)
+			return
+		}
 		if req.URL.Path != "/artifacts/"+sum(l.stored) {
 			http.NotFound(w, req)
 			return
@@ -161,10 +170,15 @@ func newLab(t *testing.T, prepare ...func(*lab)) *lab {
 		http.ServeContent(w, req, "", time.Time{}, bytes.NewReader(l.served))
 	}))
 	t.Cleanup(artifacts.Close)
+	assignment, err := mandate.Sign(signer{l.gateway.Authority.Command}, &pxev1.Assignment{MachineId: "node_1", Purpose: l.purpose, WindowId: "w1"})
+	if err != nil {
+		t.Fatal(err)
+	}
 	join := l.gateway.Join("unused")
 	boot, err := json.Marshal(bootinfo.Info{
 		MachineID: "node_1", SiteID: agenttest.SiteID, GatewayURLs: []string{l.gateway.URL}, Via: l.gateway.Addr(),
 		CASPKI: join.CASPKI[:], RootSet: join.RootSet[:], Artifacts: artifacts.URL + "/artifacts", Voucher: encoded,
+		Assignment: assignment, Report: artifacts.URL + "/boot/mac/token/",
 	})
 	if err != nil {
 		t.Fatal(err)

@@ -3,6 +3,7 @@ package site
 import (
 	"context"
 	"encoding/json"
+	"net"
 	"strings"
 
 	"google.golang.org/protobuf/proto"
@@ -71,6 +72,32 @@ func assignKind(store *assign.Store, emit func(name, class, key string, body any
 			}
 			return dispatch.Rerun()
 		},
+	}
+}
+
+// explainKind says what a machine would get from network boot, and why, and what it did.
+func explainKind(explain func(mac string) (*pxev1.ExplainResult, error)) dispatch.Kind {
+	return dispatch.Kind{
+		Name: cmdkind.Explain, Lane: cmdkind.Lane(cmdkind.Explain), Roles: siteOnly,
+		Decode: func(args []byte) (dispatch.Operation, error) {
+			req := &pxev1.ExplainRequest{}
+			if err := envelope.StrictUnmarshal(args, req); err != nil {
+				return dispatch.Operation{}, err
+			}
+			hw, err := net.ParseMAC(req.Mac)
+			if err != nil || len(hw) != 6 {
+				return dispatch.Operation{}, errs.New(errs.InvalidArgs, "mac %.40q: want six bytes such as 52:54:00:12:34:56", req.Mac)
+			}
+			return dispatch.Operation{Name: cmdkind.Explain, RetrySafe: true, Value: hw.String()}, nil
+		},
+		Run: func(_ context.Context, call dispatch.Call) ([]byte, error) {
+			out, err := explain(call.Operation.Value.(string))
+			if err != nil {
+				return nil, err
+			}
+			return proto.Marshal(out)
+		},
+		Recover: func(context.Context, dispatch.Call) dispatch.Verdict { return dispatch.Rerun() },
 	}
 }
 

@@ -11,6 +11,9 @@ import (
 	"net"
 	"net/http"
 	"net/url"
+	"os"
+	"path/filepath"
+	"strconv"
 	"time"
 
 	"google.golang.org/protobuf/proto"
@@ -19,6 +22,12 @@ import (
 	"github.com/better-compute/site-appliance/appliance/agent/bootinfo"
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
+	"github.com/better-compute/site-appliance/appliance/site/config"
+	"github.com/better-compute/site-appliance/pxe"
+	"github.com/better-compute/site-appliance/pxe/dhcp"
+	"github.com/better-compute/site-appliance/pxe/files"
+	"github.com/better-compute/site-appliance/pxe/httpboot"
+	"github.com/better-compute/site-appliance/pxe/lease"
 	"github.com/better-compute/site-appliance/pxe/newc"
 	"github.com/better-compute/site-appliance/pxe/pxev1"
 )
@@ -28,8 +37,9 @@ const ramdiskCmdline = "console=tty0 console=ttyS0,115200 panic=10 random.trust_
 
 // bootArchive mints a machine's voucher, for one boot, and packs it as an
 // initrd. It needs no line home.
-func (s *site) bootArchive(l lan) func(context.Context, *pxev1.Machine) ([]byte, error) {
-	return func(_ context.Context, m *pxev1.Machine) ([]byte, error) {
+func (s *site) bootArchive() func(context.Context, httpboot.Booting) ([]byte, error) {
+	return func(_ context.Context, b httpboot.Booting) ([]byte, error) {
+		m := b.Machine
 		bundle := s.agent.Bundle()
 		if bundle == nil {
 			return nil, errors.New("the box is not enrolled yet")
@@ -53,18 +63,93 @@ func (s *site) bootArchive(l lan) func(context.Context, *pxev1.Machine) ([]byte,
 		if err != nil {
 			return nil, err
 		}
+		host, err := url.Parse(b.Base)
+		if err != nil {
+			return nil, fmt.Errorf("the box's own address: %w", err)
+		}
 		ca, roots := bundle.CASPKI(), bundle.RootSet()
 		data, err := json.Marshal(bootinfo.Info{
 			MachineID: m.MachineId, SiteID: s.agent.SiteID(), Voucher: voucher,
 			GatewayURLs: bundle.URLs(), CASPKI: ca[:], RootSet: roots[:],
-			Via:       fmt.Sprintf("%s:%d", l.Address.Addr(), PassthroughPort),
-			Artifacts: fmt.Sprintf("http://%s/artifacts/", l.Address.Addr()),
+			// By the address that the machine came to, which is another one behind a relay.
+			Via:       net.JoinHostPort(host.Hostname(), strconv.Itoa(PassthroughPort)),
+			Artifacts: b.Base + "/artifacts/",
+			Report:    b.Report, Assignment: m.Assignment,
 		})
 		if err != nil {
 			return nil, err
 		}
 		return newc.BootArchive(bootinfo.Path, data), nil
 	}
+}
+
+// modes are those of [[lan]] that serve.
+var modes = map[string]dhcp.Mode{
+	config.DHCPAuthoritative: dhcp.Authoritative, config.DHCPReservations: dhcp.Reservations,
+	config.DHCPProxy: dhcp.Proxy, config.DHCPRelay: dhcp.Relay,
+}
+
+// netboot serves DHCP, TFTP and HTTP on one LAN, and DHCP alone on one of BMCs.
+func (s *site) netboot(l lan) func(context.Context) error {
+	told := ""
+	return func(ctx context.Context) error {
+		state := filepath.Join(s.scratch, "netboot-"+l.name)
+		if err := os.MkdirAll(state, 0o700); err != nil {
+			return fmt.Errorf("make lease folder: %w", err)
+		}
+		c := pxeConfig(l.LAN)
+		c.Interface, c.StateDir, c.Assign, c.Files = l.name, state, s.assign, files.Dir(s.NetbootDir)
+		c.Cmdline, c.Boot, c.Artifacts, c.Event = ramdiskCmdline, s.bootArchive(), s.openArtifact, s.emit
+		c.Counts, c.Heard, c.Attempts, c.Syslog = s.boots, &s.heard, &s.attempts, &s.syslog
+		c.Now, c.Log = s.agent.Clock().Now, s.Log.With("part", "netboot", "lan", l.name)
+		err := pxe.Run(ctx, c)
+		// It is tried again; what stands in its way is told at home once.
+		if other := new(dhcp.ForeignError); errors.As(err, &other) && told != other.Foreign.Server.String() {
+			told = other.Foreign.Server.String()
+			s.emit("box.problem", "audit", "netboot "+l.name, map[string]string{"step": "netboot " + l.name, "message": other.Error()})
+		}
+		return err
+	}
+}
+
+// explain says what a machine would get now. Every LAN boots from the same
+// assignments and files.
+func (s *site) explain(mac string) (*pxev1.ExplainResult, error) {
+	c := pxe.Config{Assign: s.assign, Counts: s.boots, Heard: &s.heard, Attempts: &s.attempts, Syslog: &s.syslog, Files: files.Dir(s.NetbootDir), Now: s.agent.Clock().Now}
+	return c.Explain(mac), nil
+}
+
+// pxeConfig is what a [[lan]] says of network boot.
+func pxeConfig(l config.LAN) pxe.Config {
+	c := pxe.Config{Address: l.Address, Mode: modes[l.Mode()], Takeover: l.Takeover, BMC: l.BMC, Told: tell(l.Told)}
+	if len(l.Range) == 2 {
+		c.RangeStart, c.RangeEnd = l.Range[0], l.Range[1]
+	}
+	for _, r := range l.Relays {
+		n := pxe.Relayed{Subnet: tell(r.Told)}
+		n.Network, n.Giaddr, n.Server = r.Subnet, r.Giaddr, r.ServerFor(l)
+		// They were checked when the configuration was read.
+		n.CircuitID, _ = config.ID(r.CircuitID)
+		n.RemoteID, _ = config.ID(r.RemoteID)
+		if len(r.Range) == 2 {
+			n.RangeStart, n.RangeEnd = r.Range[0], r.Range[1]
+		}
+		c.Relayed = append(c.Relayed, n)
+	}
+	for _, r := range l.Reservations {
+		if mac, err := net.ParseMAC(r.MAC); err == nil {
+			c.Reservations = append(c.Reservations, lease.Reservation{MAC: mac.String(), Address: r.Address})
+		}
+	}
+	return c
+}
+
+func tell(t config.Told) dhcp.Subnet {
+	n := dhcp.Subnet{Router: t.Gateway, DNS: t.DNS, NTP: t.NTP, Search: t.Search, MTU: uint16(t.MTU)}
+	for _, r := range t.Routes {
+		n.Routes = append(n.Routes, dhcp.Route{To: r.To, Via: r.Via})
+	}
+	return n
 }
 
 // gatewayAddrs are the only places that the passthrough leads to.

@@ -51,13 +51,16 @@ func find(cfg *config.Site, there []port) ports {
 	}
 	taken := map[string]bool{}
 	for i, l := range cfg.LAN {
-		name, err := l.Port.Name(ifaces)
+		name, err := l.Device(ifaces)
+		at := slices.IndexFunc(there, func(p port) bool { return p.Name == name })
+		if err == nil && at < 0 {
+			err = fmt.Errorf("%s is not made yet", name)
+		}
 		if err == nil && taken[name] {
 			err = fmt.Errorf("%s is another lan already", name)
 		}
 		if err == nil {
 			taken[name] = true
-			at := slices.IndexFunc(there, func(p port) bool { return p.Name == name })
 			if !slices.Contains(there[at].addrs, l.Address.String()) {
 				err = fmt.Errorf("%s has no address %s", name, l.Address)
 			}
@@ -216,7 +219,7 @@ func (s *site) serveLAN(ctx context.Context, l lan, index int) *serving {
 	if s.media != nil {
 		services["media "+l.name] = s.serveMedia(l)
 	}
-	if l.DHCP == "authoritative" {
+	if l.Mode() != config.DHCPOff {
 		services["netboot "+l.name] = s.netboot(l)
 	}
 	ctx, stop := context.WithCancel(ctx)

@@ -33,7 +33,9 @@ import (
 	"github.com/better-compute/site-appliance/bmc/relay"
 	"github.com/better-compute/site-appliance/pxe"
 	"github.com/better-compute/site-appliance/pxe/assign"
-	"github.com/better-compute/site-appliance/pxe/files"
+	"github.com/better-compute/site-appliance/pxe/attempts"
+	"github.com/better-compute/site-appliance/pxe/boots"
+	"github.com/better-compute/site-appliance/pxe/syslog"
 )
 
 // PassthroughPort is where a LAN's machines reach the gateway through the box.
@@ -67,10 +69,15 @@ type site struct {
 	scratch string // folder of what may be lost
 	agent   *agent.Agent
 	assign  *assign.Store
-	cache   *artifact.Cache
-	media   *mediaserver.Server // nil: BMCs are served none
-	mediaCA map[string]string   // what the event says of its CA
-	rules   string              // the firewall's, as they are in force
+	// These are what the machines of all LANs are, did and said.
+	boots    *boots.Store
+	heard    pxe.Heard
+	attempts attempts.Log
+	syslog   syslog.Store
+	cache    *artifact.Cache
+	media    *mediaserver.Server // nil: BMCs are served none
+	mediaCA  map[string]string   // what the event says of its CA
+	rules    string              // the firewall's, as they are in force
 
 	unprotected []string // problems of protections that a damaged file took with it
 }
@@ -115,6 +122,12 @@ func Run(ctx context.Context, c Config) error {
 	if s.assign, err = assign.Open(filepath.Join(s.scratch, "assignments.json")); err != nil {
 		return err
 	}
+	if s.boots, err = boots.Open(filepath.Join(s.scratch, "boots"), s.assign.Window); err != nil {
+		return err
+	}
+	if err := s.boots.Damaged(); err != nil {
+		c.Log.Error("some machines' boots are lost: their windows of now count as done", "err", err)
+	}
 	section := withDefaults(cfg.Plugins, c)
 	egress, release, err := confinePlugins(section, c.Log)
 	if err != nil {
@@ -148,7 +161,7 @@ func Run(ctx context.Context, c Config) error {
 	s.agent, err = agent.New(agent.Config{
 		Role: agentv1.Role_ROLE_SITE, StateDir: agentState, Identity: identityCopy(c.IdentityDevice),
 		Join: join, Version: c.Version, Build: c.Build, Lanes: cfg.Lanes,
-		Drivers: hosting.Advertised(plugins), Kinds: append(kinds, assignKind(s.assign, s.emit), driverKind, confirmKind(desk)), Log: c.Log.With("part", "agent"),
+		Drivers: hosting.Advertised(plugins), Kinds: append(kinds, assignKind(s.assign, s.emit), explainKind(s.explain), driverKind, confirmKind(desk)), Log: c.Log.With("part", "agent"),
 	})
 	if err != nil {
 		return err
@@ -181,15 +194,23 @@ func openCache(s *site, maxBytes int64) (*artifact.Cache, error) {
 }
 
 // rules opens on each LAN what it serves, and nothing anywhere else.
-// What is for a LAN leaves by that LAN, or not at all while it is away.
+// What is for a LAN, or for a subnet behind a relay on it, leaves by that LAN,
+// or not at all while it is away.
 func rules(cfg *config.Site, now ports) firewall.Rules {
 	r := firewall.Rules{Uplink: now.uplink}
 	for i, l := range cfg.LAN {
-		r.Homes = append(r.Homes, firewall.Home{Network: l.Address.Masked(), Interface: now.lans[i].name})
+		home := func(network netip.Prefix) {
+			r.Homes = append(r.Homes, firewall.Home{Network: network, Interface: now.lans[i].name})
+		}
+		home(l.Address.Masked())
+		for _, relay := range l.Relays {
+			home(relay.Subnet)
+		}
 	}
 	for _, l := range now.list() {
-		boot := l.DHCP == "authoritative"
-		r.LANs = append(r.LANs, firewall.LANRule{Interface: l.name, DHCP: boot, TFTP: boot, HTTP: boot, Passthrough: true, Media: true})
+		mode, boot := l.Mode(), l.Boots()
+		r.LANs = append(r.LANs, firewall.LANRule{Interface: l.name, DHCP: mode != config.DHCPOff, ProxyDHCP: mode == config.DHCPProxy,
+			TFTP: boot, HTTP: boot, Syslog: boot, Passthrough: true, Media: true})
 	}
 	return r
 }
@@ -247,22 +268,6 @@ func (s *site) passthrough(l lan) func(context.Context) error {
 			return err
 		}
 		return passthrough.Serve(ctx, ln, s.gatewayAddrs, s.Log.With("part", "passthrough", "lan", l.name))
-	}
-}
-
-// netboot serves DHCP, TFTP and HTTP on one LAN.
-func (s *site) netboot(l lan) func(context.Context) error {
-	return func(ctx context.Context) error {
-		state := filepath.Join(s.scratch, "netboot-"+l.name)
-		if err := os.MkdirAll(state, 0o700); err != nil {
-			return fmt.Errorf("make lease folder: %w", err)
-		}
-		return pxe.Run(ctx, pxe.Config{
-			Interface: l.name, Address: l.Address, RangeStart: l.Range[0], RangeEnd: l.Range[1],
-			StateDir: state, Assign: s.assign, Files: files.Dir(s.NetbootDir),
-			Cmdline: ramdiskCmdline, Boot: s.bootArchive(l), Artifacts: s.openArtifact,
-			Event: s.emit, Now: s.agent.Clock().Now, Log: s.Log.With("part", "netboot", "lan", l.name),
-		})
 	}
 }
 

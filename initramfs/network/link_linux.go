@@ -22,6 +22,10 @@ type Links interface {
 	Set(name string, address netip.Prefix, gateway netip.Addr, metric int) error
 	// Clear takes IPv4 addresses off.
 	Clear(name string) error
+	// VLAN makes the interface name for an 802.1Q id on a port, unless it is there.
+	VLAN(port, name string, id int) error
+	// Route leads to a network through a router on the interface.
+	Route(name string, r Route) error
 }
 
 // Kernel is the running system's links.
@@ -92,6 +96,44 @@ func (Kernel) Clear(name string) error {
 		if err := netlink.AddrDel(link, &a); err != nil && !errors.Is(err, unix.EADDRNOTAVAIL) {
 			return fmt.Errorf("take %s off %s: %w", a.IPNet, name, err)
 		}
+	}
+	return nil
+}
+
+// VLAN implements Links.
+func (Kernel) VLAN(port, name string, id int) error {
+	parent, err := netlink.LinkByName(port)
+	if err != nil {
+		return fmt.Errorf("find interface %s: %w", port, err)
+	}
+	want := vlan(parent.Attrs().Index, name, id)
+	if there, err := netlink.LinkByName(name); err == nil {
+		if is, ok := there.(*netlink.Vlan); !ok || is.VlanId != id || is.ParentIndex != want.ParentIndex {
+			return fmt.Errorf("make %s: an interface of that name is there and is not VLAN %d on %s", name, id, port)
+		}
+		return nil
+	}
+	if err := netlink.LinkAdd(want); err != nil && !errors.Is(err, unix.EEXIST) {
+		return fmt.Errorf("make VLAN %d on %s: %w", id, port, err)
+	}
+	return nil
+}
+
+func vlan(parent int, name string, id int) *netlink.Vlan {
+	attrs := netlink.NewLinkAttrs()
+	attrs.Name, attrs.ParentIndex = name, parent
+	return &netlink.Vlan{LinkAttrs: attrs, VlanId: id, VlanProtocol: netlink.VLAN_PROTOCOL_8021Q}
+}
+
+// Route implements Links.
+func (Kernel) Route(name string, r Route) error {
+	link, err := netlink.LinkByName(name)
+	if err != nil {
+		return fmt.Errorf("find interface %s: %w", name, err)
+	}
+	route := &netlink.Route{LinkIndex: link.Attrs().Index, Dst: ipNet(r.To), Gw: r.Via.AsSlice()}
+	if err := netlink.RouteReplace(route); err != nil {
+		return fmt.Errorf("route to %s by %s on %s: %w", r.To, r.Via, name, err)
 	}
 	return nil
 }

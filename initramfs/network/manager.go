@@ -288,13 +288,14 @@ func (m *Manager) lease(ctx context.Context, name string, metric int, r *race, l
 
 // hold gives an interface its fixed address and gives it again should it go.
 func (m *Manager) hold(ctx context.Context, s Static, uplink bool) {
-	m.up(ctx, s.Interface)
+	if s.VLAN != 0 {
+		m.up(ctx, s.Port)
+	} else {
+		m.up(ctx, s.Interface)
+	}
 	told := ""
 	for ctx.Err() == nil {
-		err := m.Links.Up(s.Interface) // it may have been away
-		if err == nil {
-			err = m.Links.Set(s.Interface, s.Address, s.Gateway, 0)
-		}
+		err := m.set(s)
 		text := fmt.Sprintf("%s has %s", s.Interface, s.Address)
 		if err != nil {
 			text = fmt.Sprintf("%s: %v", s.Interface, err)
@@ -319,6 +320,30 @@ func (m *Manager) hold(ctx context.Context, s Static, uplink bool) {
 			return
 		}
 	}
+}
+
+// set gives an interface what it is to have; it may have been away.
+func (m *Manager) set(s Static) error {
+	if s.VLAN != 0 {
+		if err := m.Links.Up(s.Port); err != nil {
+			return err
+		}
+		if err := m.Links.VLAN(s.Port, s.Interface, s.VLAN); err != nil {
+			return err
+		}
+	}
+	if err := m.Links.Up(s.Interface); err != nil {
+		return err
+	}
+	if err := m.Links.Set(s.Interface, s.Address, s.Gateway, 0); err != nil {
+		return err
+	}
+	for _, r := range s.Routes {
+		if err := m.Links.Route(s.Interface, r); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 // up repeats until the interface is up.

@@ -52,6 +52,14 @@ func TestDecide(t *testing.T) {
 		{"uplink by mac", "[uplink]\nmac = \"52:54:00:00:00:01\"\n" + lan, []Interface{eth0, eth1}, Plan{Uplink: []string{"eth0"}, LANs: lanPlan}},
 		{"lan not there yet: no uplink is guessed", lan, []Interface{eth0}, Plan{Missing: []string{"lan 1: no interface has MAC 52:54:00:00:00:02"}}},
 		{"uplink not there", "[uplink]\ninterface = \"eth9\"\n" + lan, []Interface{eth0, eth1}, Plan{LANs: lanPlan, Missing: []string{`uplink: no interface is named "eth9"`}}},
+		{"two VLANs on a port, which is no uplink", "[[lan]]\nmac = \"52:54:00:00:00:02\"\nvlan = 7\naddress = \"10.77.0.1/24\"\n[[lan]]\ninterface = \"eth1\"\nvlan = 8\naddress = \"10.78.0.1/24\"\n", []Interface{eth0, eth1},
+			Plan{Uplink: []string{"eth0"}, LANs: []Static{{Interface: "eth1.7", Address: netip.MustParsePrefix("10.77.0.1/24"), VLAN: 7, Port: "eth1"},
+				{Interface: "eth1.8", Address: netip.MustParsePrefix("10.78.0.1/24"), VLAN: 8, Port: "eth1"}}}},
+		{"a VLAN on the uplink's port", "[uplink]\ninterface = \"eth1\"\n[[lan]]\ninterface = \"eth1\"\nvlan = 7\naddress = \"10.77.0.1/24\"\n", []Interface{eth0, eth1},
+			Plan{Uplink: []string{"eth1"}, LANs: []Static{{Interface: "eth1.7", Address: netip.MustParsePrefix("10.77.0.1/24"), VLAN: 7, Port: "eth1"}}}},
+		{"a subnet behind a relay", lan + "dhcp = \"relay\"\ngateway = \"10.77.0.254\"\n[[lan.relay]]\nsubnet = \"10.5.0.0/24\"\nrange = [\"10.5.0.9\", \"10.5.0.10\"]\n", []Interface{eth0, eth1},
+			Plan{Uplink: []string{"eth0"}, LANs: []Static{{Interface: "eth1", Address: netip.MustParsePrefix("10.77.0.1/24"),
+				Routes: []Route{{netip.MustParsePrefix("10.5.0.0/24"), netip.MustParseAddr("10.77.0.254")}}}}}},
 		{"uplink is a lan", "[uplink]\ninterface = \"eth1\"\n" + lan, []Interface{eth0, eth1}, Plan{LANs: lanPlan, Missing: []string{"uplink: eth1 is a lan already"}}},
 		{"none left", lan, []Interface{eth1}, Plan{LANs: lanPlan, Missing: []string{"uplink: no wired interface is left for it"}}},
 		{"fixed", fixed, []Interface{eth0, eth1}, Plan{UplinkStatic: &Static{Interface: "eth0", Address: netip.MustParsePrefix("192.0.2.10/24"),
@@ -120,6 +128,8 @@ type links struct {
 	mu   sync.Mutex
 	addr map[string]string
 	ups  map[string]int
+	// made are VLANs and routes, each as often as it was asked for.
+	made []string
 	// broken is an interface that takes no address.
 	broken string
 }
@@ -140,6 +150,21 @@ func (l *links) Set(name string, a netip.Prefix, _ netip.Addr, _ int) error {
 		return errors.New("the kernel refuses")
 	}
 	l.addr[name] = a.String()
+	return nil
+}
+func (l *links) VLAN(port, name string, id int) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	if l.ups[port] == 0 {
+		return errors.New("the port is down")
+	}
+	l.made = append(l.made, fmt.Sprintf("%s on %s: %d", name, port, id))
+	return nil
+}
+func (l *links) Route(name string, r Route) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.made = append(l.made, fmt.Sprintf("%s by %s on %s", r.To, r.Via, name))
 	return nil
 }
 func (l *links) addresses() map[string]string {
@@ -321,6 +346,28 @@ func TestUplinkMoves(t *testing.T) {
 		if s := m.Snapshot(); s.Uplink != "eth1" || len(l.addresses()) != 1 {
 			t.Errorf("after eth0 has lost its lease: %+v, addresses %v, want eth1 alone", s, l.addresses())
 		}
+		cancel()
+		<-done
+	})
+}
+
+// TestVLANsAndRelays: a VLAN is made on a port that is up, has its address, and
+// leads to the subnets behind the relays on it.
+func TestVLANsAndRelays(t *testing.T) {
+	synctest.Test(t, func(t *testing.T) {
+		m, l := manager(t, servers{}, eth1)
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan struct{})
+		site := parse(t, "[[lan]]\nmac = \"52:54:00:00:00:02\"\nvlan = 7\naddress = \"10.77.0.1/24\"\ndhcp = \"relay\"\n"+
+			"[[lan.relay]]\nsubnet = \"10.5.0.0/24\"\nrange = [\"10.5.0.9\", \"10.5.0.10\"]\nvia = \"10.77.0.254\"\n")
+		go func() { defer close(done); m.RunSite(ctx, site) }()
+		time.Sleep(2 * time.Second)
+		l.mu.Lock()
+		want := []string{"eth1.7 on eth1: 7", "10.5.0.0/24 by 10.77.0.254 on eth1.7"}
+		if !reflect.DeepEqual(l.made, want) || l.addr["eth1.7"] != "10.77.0.1/24" || l.ups["eth1.7"] == 0 {
+			t.Errorf("made %q, addresses %v, up %v, want %q, 10.77.0.1/24 on eth1.7, and it up", l.made, l.addr, l.ups, want)
+		}
+		l.mu.Unlock()
 		cancel()
 		<-done
 	})

@@ -58,6 +58,17 @@ type Static struct {
 	Address   netip.Prefix
 	Gateway   netip.Addr
 	DNS       []netip.Addr
+	// VLAN is Interface's 802.1Q id on Port; 0: it is a port itself.
+	VLAN int
+	Port string
+	// Routes lead to what is behind routers on the interface.
+	Routes []Route
+}
+
+// Route is a network and the router that leads there.
+type Route struct {
+	To  netip.Prefix
+	Via netip.Addr
 }
 
 // Plan is what the interfaces that are there are for.
@@ -82,9 +93,9 @@ func Decide(site *config.Site, ifaces []Interface) Plan {
 		}
 		there = append(there, net.Interface{Name: i.Name, HardwareAddr: mac})
 	}
-	taken := map[string]bool{}
+	taken, trunks := map[string]bool{}, map[string]bool{}
 	for n, l := range site.LAN {
-		name, err := l.Name(there)
+		name, err := l.Device(there)
 		if err != nil {
 			plan.Missing = append(plan.Missing, fmt.Sprintf("lan %d: %v", n+1, err))
 			continue
@@ -94,7 +105,16 @@ func Decide(site *config.Site, ifaces []Interface) Plan {
 			continue
 		}
 		taken[name] = true
-		plan.LANs = append(plan.LANs, Static{Interface: name, Address: l.Address})
+		static := Static{Interface: name, Address: l.Address}
+		if l.VLAN != 0 {
+			static.VLAN = l.VLAN
+			static.Port, _ = l.Name(there)
+			trunks[static.Port] = true
+		}
+		for _, r := range l.Relays {
+			static.Routes = append(static.Routes, Route{To: r.Subnet, Via: r.Router(l)})
+		}
+		plan.LANs = append(plan.LANs, static)
 	}
 	up := site.Uplink
 	if up.MAC != "" || up.Interface != "" {
@@ -110,7 +130,8 @@ func Decide(site *config.Site, ifaces []Interface) Plan {
 	} else if len(plan.Missing) == 0 {
 		// While a LAN's interface is unknown, none may be taken for the uplink.
 		for _, i := range ifaces {
-			if !taken[i.Name] {
+			// What goes untagged beside VLANs is the uplink's only if it is said.
+			if !taken[i.Name] && !trunks[i.Name] {
 				plan.Uplink = append(plan.Uplink, i.Name)
 			}
 		}

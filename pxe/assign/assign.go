@@ -10,6 +10,8 @@ import (
 	"net"
 	"os"
 	"path/filepath"
+	"slices"
+	"strings"
 	"sync"
 
 	"google.golang.org/protobuf/proto"
@@ -145,6 +147,13 @@ func (s *Store) ByMAC(mac string) (*pxev1.Machine, bool) {
 	return m, ok
 }
 
+// Machines are all that the snapshot names; they are shared as ByMAC's are.
+func (s *Store) Machines() []*pxev1.Machine {
+	s.mu.RLock()
+	defer s.mu.RUnlock()
+	return s.snapshot.Machines
+}
+
 // Version is the version in force, 0 before the first Apply.
 func (s *Store) Version() uint64 {
 	s.mu.RLock()
@@ -195,7 +204,7 @@ func Check(req *pxev1.AssignRequest) error {
 			owner[mac] = m.MachineId
 		}
 	}
-	return nil
+	return checkUnknown(req.Unknown)
 }
 
 func checkMachine(m *pxev1.Machine) error {
@@ -225,25 +234,20 @@ func checkMachine(m *pxev1.Machine) error {
 			return bad("artifact %.80q: want 64 lower-case hex digits", a)
 		}
 	}
-	switch m.Action {
-	case pxev1.Action_ACTION_LOCAL_DISK:
-		if m.Purpose != "" {
-			return bad("purpose %.40q with local disk: want none", m.Purpose)
-		}
-	case pxev1.Action_ACTION_RAMDISK:
-		if m.Purpose != "inspect" && m.Purpose != "deploy" {
-			return bad("purpose %.40q: want inspect or deploy", m.Purpose)
-		}
-		if !validID(m.WindowId) {
-			return bad("window_id %.80q: want 1 to 64 of a-z, A-Z, 0-9, _ and -", m.WindowId)
-		}
-		if m.WindowUntilMs <= 0 {
-			return bad("window_until_ms is missing")
-		}
-	default:
+	allowed, known := purposes[m.Action]
+	switch {
+	case !known:
 		return bad("action %d is unknown", m.Action)
+	case len(allowed) == 0 && m.Purpose != "":
+		return bad("purpose %.40q with local disk: want none", m.Purpose)
+	case len(allowed) > 0 && !slices.Contains(allowed, m.Purpose):
+		return bad("purpose %.40q: want %s", m.Purpose, strings.Join(allowed, " or "))
+	case len(allowed) > 0 && !validID(m.WindowId):
+		return bad("window_id %.80q: want 1 to 64 of a-z, A-Z, 0-9, _ and -", m.WindowId)
+	case len(allowed) > 0 && m.WindowUntilMs <= 0:
+		return bad("window_until_ms is missing")
 	}
-	return nil
+	return checkBoot(m, bad)
 }
 
 func validID(s string) bool {

@@ -39,8 +39,10 @@ func changes(present, next *pxev1.AssignRequest, suspect bool) Changes {
 		}
 		if m.GetAction() != pxev1.Action_ACTION_LOCAL_DISK && !same(was, m) {
 			touched[m.GetMachineId()] = true
-			for _, a := range m.GetArtifacts() {
-				artifacts[a] = true
+			for _, a := range append([]string{m.GetIso().GetSha256(), m.GetKernel().GetSha256(), m.GetKernel().GetInitrdSha256()}, m.GetArtifacts()...) {
+				if a != "" {
+					artifacts[a] = true
+				}
 			}
 			if m.GetProtected() {
 				protected[m.GetMachineId()] = true
@@ -65,7 +67,8 @@ func same(was, m *pxev1.Machine) bool {
 	}
 	a, b := proto.CloneOf(was), proto.CloneOf(m)
 	for _, one := range []*pxev1.Machine{a, b} {
-		one.Name, one.Protected = "", false
+		// Another key may have signed the assignment, which says the same as the rest.
+		one.Name, one.Protected, one.Assignment = "", false, nil
 		slices.Sort(one.Macs)
 	}
 	return proto.Equal(a, b)

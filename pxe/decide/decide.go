@@ -2,128 +2,350 @@
 package decide
 
 import (
+	"cmp"
 	"fmt"
+	"path"
+	"slices"
+	"strings"
 	"time"
 
+	"github.com/better-compute/site-appliance/pxe/files"
 	"github.com/better-compute/site-appliance/pxe/pxev1"
 )
 
-// Client is the program that asks.
-type Client int
-
-const (
-	// System is an operating system or anything else that does not boot: it gets an address and no more.
-	System Client = iota
-	// BIOS is a PXE option ROM on x86.
-	BIOS
-	// UEFI is UEFI PXE on x86-64.
-	UEFI
-	// UEFIHTTP is UEFI HTTP boot on x86-64.
-	UEFIHTTP
-	// IPXE is an iPXE that can run our script.
-	IPXE
-	// Agent is a booted machine that fetches its artifacts.
-	Agent
-	// OtherArch is firmware of an architecture that is not served.
-	OtherArch
-)
-
-func (c Client) String() string {
-	switch c {
-	case System:
-		return "system"
-	case BIOS:
-		return "bios"
-	case UEFI:
-		return "uefi"
-	case UEFIHTTP:
-		return "uefi-http"
-	case IPXE:
-		return "ipxe"
-	case Agent:
-		return "agent"
-	case OtherArch:
-		return "other-arch"
-	}
-	return fmt.Sprintf("client-%d", int(c))
-}
-
-// Action is what the client gets.
+// Action is what the client gets in the end.
 type Action int
 
 const (
-	// None: no boot instruction.
+	// None: it did not ask to boot.
 	None Action = iota
-	// Chain: firmware loads our iPXE, File over TFTP or HTTP.
-	Chain
-	// Ramdisk: the ramdisk script and what it names.
-	Ramdisk
+	// Deny: nothing, for the reason that is given.
+	Deny
+	// RunAgent: the ramdisk, by the script and what it names.
+	RunAgent
+	// Kernel: an assigned kernel and initrd.
+	Kernel
+	// UKI: an assigned unified kernel image.
+	UKI
+	// SanbootISO: iPXE gives the image out as a drive.
+	SanbootISO
+	// HTTPISO: the firmware loads the image into memory by itself.
+	HTTPISO
 	// LocalDisk: back to the firmware's next boot entry.
 	LocalDisk
 )
 
-func (a Action) String() string {
-	switch a {
-	case None:
-		return "none"
-	case Chain:
-		return "chain"
-	case Ramdisk:
-		return "ramdisk"
-	case LocalDisk:
-		return "local-disk"
-	}
-	return fmt.Sprintf("action-%d", int(a))
-}
+var actions = [...]string{None: "none", Deny: "deny", RunAgent: "agent", Kernel: "kernel", UKI: "uki", SanbootISO: "sanboot-iso", HTTPISO: "http-iso", LocalDisk: "local-disk"}
 
-// The names of the boot programs, as they travel in DHCP, TFTP and HTTP.
+func (a Action) String() string { return named(actions[:], int(a), "action") }
+
+// Boots says whether the action starts something that the box gives.
+func (a Action) Boots() bool { return a >= RunAgent && a <= HTTPISO }
+
+// Exit is how the client is sent to its disk.
+type Exit int
+
 const (
-	UEFIFile = "snponly.efi"
-	BIOSFile = "undionly.kpxe"
+	// NoAnswer: DHCP names no file.
+	NoAnswer Exit = iota
+	// ExitCode: the script ends.
+	ExitCode
+	// NotFound: HTTP answers 404.
+	NotFound
+	// Sanboot: the script boots the first disk itself, where its end only started the machine anew.
+	Sanboot
+)
+
+var exits = [...]string{NoAnswer: "no-answer", ExitCode: "exit", NotFound: "404", Sanboot: "sanboot"}
+
+func (e Exit) String() string { return named(exits[:], int(e), "exit") }
+
+// loaders is the program that comes first, by architecture.
+var loaders = map[Arch]string{BIOS: files.BIOSLoader, X64: files.UEFILoader, ARM64: files.ARM64Loader}
+
+// Bounds.
+const (
+	// MaxBoots is how often a machine boots in one window if its assignment says nothing.
+	MaxBoots = 8
+	// unknownRAMISO is the largest image that goes into memory whose size nobody knows.
+	unknownRAMISO = 1 << 30
+	// besideISO is the memory that firmware and the image's system need beside it.
+	besideISO = 1 << 30
+	// returns is how often a BIOS machine may come back from its exit before its disk is booted directly.
+	returns = 2
 )
 
 // Request is who asks. Machine is nil for one that nobody assigned.
 type Request struct {
 	Machine *pxev1.Machine
-	Client  Client
-	Now     time.Time
+	// Unknown is the policy for machines without an assignment; nil: nothing.
+	Unknown   *pxev1.Unknown
+	MAC, UUID string
+	Client    Client
+	// Boots is how often the machine has booted in its window, and Done whether
+	// what the window was for is done.
+	Boots int
+	Done  bool
+	// Returned is how often it was sent to its disk in the last minutes.
+	Returned int
+	Now      time.Time
+	RAM      uint64 // bytes; 0: not known
 }
 
-// Decision is the answer. File is set for Chain only.
+// Decision is the answer.
 type Decision struct {
 	Action Action
-	File   string
+	// Loader is the boot program that comes first, a name of package files; empty: none.
+	Loader string
+	// HTTP: by URL, not by TFTP name.
+	HTTP bool
+	// Firmware: it boots the image by itself.
+	Firmware bool
+	// Exit is how LocalDisk is reached.
+	Exit   Exit
 	Reason string
+}
+
+// File is the name that the loader travels under in DHCP, TFTP and HTTP.
+func (d Decision) File() string {
+	if d.Loader == "" {
+		return ""
+	}
+	return path.Base(d.Loader)
 }
 
 // Decide says what the client gets, and why.
 func Decide(r Request) Decision {
-	switch {
-	case r.Client == System:
-		return Decision{None, "", "not a boot request"}
-	case r.Machine == nil:
-		return Decision{None, "", "the machine is unknown"}
+	if r.Client.Program == System {
+		return Decision{Reason: "not a boot request"}
 	}
-	switch r.Machine.Action {
-	case pxev1.Action_ACTION_LOCAL_DISK:
-		return Decision{LocalDisk, "", "assigned to its local disk"}
-	case pxev1.Action_ACTION_RAMDISK:
-	default:
-		return Decision{None, "", fmt.Sprintf("action %d is not served", r.Machine.Action)}
+	m, why := r.machine()
+	if m == nil {
+		return deny(why)
 	}
-	// A booted agent may finish what it began inside the window.
-	if r.Client != Agent && r.Now.UnixMilli() >= r.Machine.WindowUntilMs {
+	if why := over(r, m); why != "" {
+		return r.localDisk(why)
+	}
+	action, ok := assigned[m.Action]
+	if !ok {
+		return deny(fmt.Sprintf("action %d is not served", m.Action))
+	}
+	return action(r, m)
+}
+
+// assigned is what each action of a snapshot comes to.
+var assigned = map[pxev1.Action]func(Request, *pxev1.Machine) Decision{
+	pxev1.Action_ACTION_LOCAL_DISK: func(r Request, _ *pxev1.Machine) Decision { return r.localDisk("assigned to its local disk") },
+	pxev1.Action_ACTION_RAMDISK:    ramdisk,
+	pxev1.Action_ACTION_KERNEL:     kernel,
+	pxev1.Action_ACTION_UKI:        uki,
+	pxev1.Action_ACTION_ISO:        iso,
+}
+
+func deny(why string) Decision { return Decision{Action: Deny, Reason: why} }
+
+// over says why a window is not for booting any more.
+func over(r Request, m *pxev1.Machine) string {
+	switch most := int(cmp.Or(m.MaxBoots, MaxBoots)); {
+	case m.Action == pxev1.Action_ACTION_LOCAL_DISK, r.Client.Program == Agent: // a booted agent may finish what it began
+		return ""
+	case r.Now.UnixMilli() >= m.WindowUntilMs:
 		// Nothing could enrol with a voucher of this window, so the disk is the better try.
-		return Decision{LocalDisk, "", "the boot window " + r.Machine.WindowId + " has ended"}
+		return "the boot window " + m.WindowId + " has ended"
+	case r.Done:
+		return "what the boot window " + m.WindowId + " was for is done"
+	case r.Boots >= most:
+		return fmt.Sprintf("it has booted %d times in the boot window %s, of %d", r.Boots, m.WindowId, most)
 	}
-	why := "assigned to the ramdisk for " + r.Machine.Purpose
-	switch r.Client {
-	case BIOS:
-		return Decision{Chain, BIOSFile, why}
-	case UEFI, UEFIHTTP:
-		return Decision{Chain, UEFIFile, why}
-	case IPXE, Agent:
-		return Decision{Ramdisk, "", why}
+	return ""
+}
+
+// machine is the assignment, or for an unknown machine what the policy makes it; nil: why not.
+func (r Request) machine() (*pxev1.Machine, string) {
+	if r.Machine != nil {
+		return r.Machine, ""
 	}
-	return Decision{None, "", "the architecture is not served"}
+	if why := r.uninspected(); why != "" {
+		return nil, "the machine is unknown" + strings.TrimPrefix(why, ".")
+	}
+	return Stranger(r.MAC, r.Unknown), ""
+}
+
+// Assigned is the assignment that counts for who asks; nil: none.
+func (r Request) Assigned() *pxev1.Machine {
+	m, _ := r.machine()
+	return m
+}
+
+func (r Request) uninspected() string {
+	u := r.Unknown
+	switch {
+	case !u.GetInspect():
+		return "."
+	case len(u.Expected) == 0 || slices.ContainsFunc(u.Expected, r.expected):
+		return ""
+	case r.UUID == "" && slices.ContainsFunc(u.Expected, func(e *pxev1.Expected) bool { return e.GetProductUuid() != "" }):
+		return " and not one of those that are expected by their MACs; its UUID was not heard yet"
+	}
+	return " and not one of those that are expected"
+}
+
+func (r Request) expected(e *pxev1.Expected) bool {
+	return e.GetMac() != "" && strings.EqualFold(e.GetMac(), r.MAC) || e.GetProductUuid() != "" && strings.EqualFold(e.GetProductUuid(), r.UUID)
+}
+
+// Stranger is what an unknown machine counts as where strangers are inspected.
+func Stranger(mac string, u *pxev1.Unknown) *pxev1.Machine {
+	return &pxev1.Machine{MachineId: "mac-" + strings.ReplaceAll(mac, ":", ""), Macs: []string{mac}, Action: pxev1.Action_ACTION_RAMDISK,
+		Purpose: "inspect", WindowId: u.GetWindowId(), WindowUntilMs: u.GetWindowUntilMs()}
+}
+
+// localDisk sends the client to its disk in the way that it knows.
+func (r Request) localDisk(why string) Decision {
+	d := Decision{Action: LocalDisk, Reason: why}
+	switch c := r.Client; {
+	case c.Program == HTTPBoot:
+		d.HTTP, d.Exit = true, NotFound
+	case c.Program == IPXE || c.Looping:
+		d.HTTP, d.Exit = true, ExitCode
+		if c.Arch == BIOS && r.Returned >= returns {
+			d.Exit, d.Reason = Sanboot, why+"; it came back from its exit, so that its first disk is booted directly"
+		}
+	}
+	return d
+}
+
+// script is an action that a script of ours carries out: at once where our iPXE
+// asks, after it elsewhere.
+func (r Request) script(m *pxev1.Machine, a Action, why string) Decision {
+	c := r.Client
+	switch {
+	case c.Program == Agent:
+		return Decision{Action: a, HTTP: true, Reason: why}
+	case c.Arch == ARM64 && c.Program != IPXE:
+		return Decision{Action: a, Loader: files.ARM64Loader, HTTP: c.Program == HTTPBoot, Reason: why}
+	case c.Arch == ARM64 && c.Foreign:
+		return Decision{Action: a, Loader: files.ARM64Loader, Reason: why}
+	case !bootable(c.Arch):
+		return deny("there is no boot program for " + c.Arch.String())
+	case c.Looping:
+		return Decision{Action: a, HTTP: true, Reason: why + "; it does not start the boot program that it fetched, so that it gets what iPXE gets"}
+	case c.Program == IPXE && !c.Foreign:
+		return Decision{Action: a, HTTP: true, Reason: why}
+	}
+	d := Decision{Action: a, Loader: loaders[c.Arch], HTTP: c.Program == HTTPBoot, Reason: why}
+	if d.HTTP && c.Arch == BIOS {
+		return deny("there is no boot program for HTTP boot of a BIOS")
+	}
+	if c.Arch == X64 && m.Loader == "ipxe" {
+		d.Loader = files.UEFIDrivers
+	}
+	return d
+}
+
+func ramdisk(r Request, m *pxev1.Machine) Decision {
+	if c := r.Client; c.Program == IPXE && c.Arch == ARM64 {
+		return deny("the ramdisk is for x86-64, and this is " + c.Arch.String())
+	}
+	return r.script(m, RunAgent, "assigned to the ramdisk for "+m.Purpose)
+}
+
+func kernel(r Request, m *pxev1.Machine) Decision {
+	if r.Client.Program == Agent {
+		return deny("no ramdisk is assigned")
+	}
+	return r.script(m, Kernel, "assigned to a kernel")
+}
+
+func uki(r Request, m *pxev1.Machine) Decision {
+	const why = "assigned to a unified kernel image"
+	switch c := r.Client; {
+	case c.Program == Agent:
+		return deny("no ramdisk is assigned")
+	case !c.Arch.uefi():
+		return deny("a unified kernel image needs UEFI, and this is " + c.Arch.String())
+	case c.Program == HTTPBoot:
+		// The firmware starts and verifies it by itself.
+		return Decision{Action: UKI, HTTP: true, Firmware: true, Reason: why}
+	}
+	return r.script(m, UKI, why)
+}
+
+func iso(r Request, m *pxev1.Machine) Decision {
+	why := "assigned to the disc image " + m.GetIso().GetName()
+	switch c := r.Client; {
+	case c.Program == Agent:
+		return deny("no ramdisk is assigned")
+	case c.Arch == ARM64 && c.Program != HTTPBoot:
+		return deny("a disc image boots on arm64 by HTTP boot only")
+	case c.Program == HTTPBoot && c.Arch.uefi():
+		fits, told := fitsRAM(m.GetIso().GetSize(), r.RAM)
+		if fits {
+			return Decision{Action: HTTPISO, HTTP: true, Firmware: true, Reason: why + ", into memory: " + told + limits(m.GetIso().GetClass(), HTTPISO, c.Arch)}
+		}
+		if c.Arch == ARM64 {
+			return deny(why + ", and " + told)
+		}
+		why += "; " + told + ", so that it is given as a drive"
+	}
+	return r.script(m, SanbootISO, why+limits(m.GetIso().GetClass(), SanbootISO, r.Client.Arch))
+}
+
+// fitsRAM says whether an image can lie in memory beside its own system.
+func fitsRAM(size, ram uint64) (fits bool, told string) {
+	switch {
+	case ram == 0 && size <= unknownRAMISO:
+		return true, fmt.Sprintf("%d MiB, and the machine's memory is not known", size>>20)
+	case ram == 0:
+		return false, fmt.Sprintf("%d MiB are more than the %d MiB that fit in memory of unknown size", size>>20, unknownRAMISO>>20)
+	case ram >= besideISO && size <= ram-besideISO:
+		return true, fmt.Sprintf("%d of %d MiB", size>>20, ram>>20)
+	}
+	return false, fmt.Sprintf("%d MiB do not fit in %d MiB of memory with %d MiB left", size>>20, ram>>20, besideISO>>20)
+}
+
+// limits says what an image will miss once its own kernel runs.
+func limits(class pxev1.IsoClass, a Action, arch Arch) string {
+	switch {
+	case class == pxev1.IsoClass_ISO_CLASS_SELF_CONTAINED:
+		return ""
+	case class == pxev1.IsoClass_ISO_CLASS_REFETCHES:
+		return "; its system fetches the image again by itself"
+	case class == pxev1.IsoClass_ISO_CLASS_NEEDS_DRIVE && a == HTTPISO:
+		return "; its system looks for its disc, and finds the one in memory only if its kernel has a driver for memory that firmware names (nfit, pmem)"
+	case class == pxev1.IsoClass_ISO_CLASS_NEEDS_DRIVE && arch == BIOS:
+		return "; its system looks for its disc, and the drive is gone once its kernel leaves the BIOS: it will not get far"
+	case class == pxev1.IsoClass_ISO_CLASS_NEEDS_DRIVE:
+		return "; its system looks for its disc, and the drive is gone once its kernel leaves the firmware: it will not get far"
+	}
+	return "; it is not known whether its system looks for its disc, which is gone then"
+}
+
+// Fetchable says whether a client that reaches file by TFTP or HTTP may have it:
+// the name alone tells which firmware asks.
+func Fetchable(r Request, file string) (Decision, bool) {
+	last := deny("no such file")
+	for _, c := range Clients {
+		r.Client = c
+		d := Decide(r)
+		if d.File() == file && file != "" {
+			return d, true
+		}
+		if served(c, file) {
+			last = d
+		}
+	}
+	return last, false
+}
+
+// served says whether file is a name that the client could be given.
+func served(c Client, file string) bool {
+	return path.Base(loaders[c.Arch]) == file || c.Arch == X64 && path.Base(files.UEFIDrivers) == file
+}
+
+// Clients are the kinds that an explanation goes through.
+var Clients = []Client{
+	{Program: Firmware, Arch: BIOS}, {Program: Firmware, Arch: X64}, {Program: HTTPBoot, Arch: X64},
+	{Program: IPXE, Arch: BIOS}, {Program: IPXE, Arch: X64}, {Program: IPXE, Arch: X64, Foreign: true},
+	{Program: Firmware, Arch: ARM64}, {Program: HTTPBoot, Arch: ARM64},
 }

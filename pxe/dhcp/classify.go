@@ -7,94 +7,36 @@ import (
 	"strings"
 
 	"github.com/insomniacslk/dhcp/dhcpv4"
-	"github.com/insomniacslk/dhcp/iana"
 
 	"github.com/better-compute/site-appliance/pxe/decide"
 )
 
 // Who is what a request says about its sender. Nothing of it is proven.
 type Who struct {
-	MAC    string
+	MAC string
+	// Client is what the request says, with what the box remembers: whether an iPXE
+	// is Foreign, and whether firmware is Looping.
 	Client decide.Client
 	// Arch is the architecture of RFC 4578 that counted, -1 if none was told.
 	Arch int
-	// Class is option 60, cut and printable.
-	Class string
+	// Class is option 60 and Hostname option 12, cut and printable.
+	Class, Hostname string
 	// UUID is the product UUID of option 97, empty for none, all zeros or all ones.
 	UUID string
 }
 
-const (
-	optionIPXE = 175
-	// featureHTTP is the sub-option of 175 by which an iPXE says that it speaks HTTP.
-	featureHTTP = 0x13
-)
+const optionIPXE = 175
 
 // classify reads who asks, from what real firmware sends.
 func classify(req *dhcpv4.DHCPv4) Who {
-	w := Who{MAC: req.ClientHWAddr.String(), Arch: -1, Class: printable(req.ClassIdentifier(), 64), UUID: uuid(req)}
-	pxe, http := strings.HasPrefix(w.Class, "PXEClient"), strings.HasPrefix(w.Class, "HTTPClient")
-	archs := req.ClientArch()
-	if len(archs) == 0 && (pxe || http) {
-		// Old ROMs say it in the class only; the oldest say nothing and are BIOS.
-		n := 0
-		_, _ = fmt.Sscanf(strings.TrimPrefix(strings.TrimPrefix(w.Class, "PXEClient"), "HTTPClient"), ":Arch:%05d", &n)
-		archs = []iana.Arch{iana.Arch(n)}
+	w := Who{MAC: req.ClientHWAddr.String(), UUID: uuid(req), Class: printable(req.ClassIdentifier(), 64), Hostname: printable(req.HostName(), 64)}
+	var archs []uint16
+	for _, a := range req.ClientArch() {
+		archs = append(archs, uint16(a))
 	}
-	ipxe := isIPXE(req)
-	w.Client = decide.System
-	for _, a := range archs {
-		c := decide.OtherArch
-		switch {
-		case ipxe && (a == iana.INTEL_X86PC || a == iana.EFI_X86_64 || a == iana.EFI_BC):
-			c = decide.IPXE
-		case http && a == iana.EFI_X86_64_HTTP:
-			c = decide.UEFIHTTP
-		case pxe && a == iana.INTEL_X86PC:
-			c = decide.BIOS
-		// EDK2 says 7 for x86-64; 9, "EFI byte code", is what the registry called it for a while.
-		case pxe && (a == iana.EFI_X86_64 || a == iana.EFI_BC):
-			c = decide.UEFI
-		case !pxe && !http && !ipxe:
-			c = decide.System
-		}
-		if w.Arch < 0 || c != decide.OtherArch {
-			w.Client, w.Arch = c, int(a)
-		}
-		if c != decide.OtherArch {
-			break
-		}
-	}
-	if ipxe && len(archs) == 0 {
-		w.Client = decide.IPXE
-	}
+	w.Client = decide.ClientOf(w.Class, string(req.Options.Get(dhcpv4.OptionUserClassInformation)), archs, req.Options.Get(dhcpv4.GenericOptionCode(optionIPXE)))
+	_, w.Arch = decide.ArchOf(w.Class, archs)
 	return w
-}
-
-// isIPXE says whether the sender is an iPXE that can fetch our script. One
-// that says it has no HTTP is firmware like any other: it chains to ours.
-func isIPXE(req *dhcpv4.DHCPv4) bool {
-	// iPXE sends the bare word; RFC 3004 wants a length before it.
-	class := string(req.Options.Get(dhcpv4.OptionUserClassInformation))
-	if class != "iPXE" && class != "\x04iPXE" {
-		return false
-	}
-	features := req.Options.Get(dhcpv4.GenericOptionCode(optionIPXE))
-	if len(features) == 0 {
-		return true
-	}
-	has := false
-	for len(features) >= 2 {
-		code, n := features[0], int(features[1])
-		if len(features) < 2+n {
-			break
-		}
-		if code == featureHTTP && n >= 1 && features[2] != 0 {
-			has = true
-		}
-		features = features[2+n:]
-	}
-	return has
 }
 
 // uuid renders option 97 as tools print it: the first three fields little-endian.

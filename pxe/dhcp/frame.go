@@ -6,16 +6,19 @@ import (
 	"net"
 	"net/netip"
 	"os"
+	"sync"
 
 	"github.com/insomniacslk/dhcp/dhcpv4"
 	"golang.org/x/sys/unix"
 )
 
-// framer sends UDP packets from the server's port to a MAC that answers no ARP yet.
+// framer sends UDP packets to a MAC that answers no ARP yet. It is safe for concurrent use.
 type framer struct {
-	fd    int
 	index int
 	src   netip.Addr
+
+	mu sync.Mutex
+	fd int // -1 once it is closed: the number may be another file's by then
 }
 
 func newFramer(iface string, src netip.Addr) (*framer, error) {
@@ -31,16 +34,35 @@ func newFramer(iface string, src netip.Addr) (*framer, error) {
 	return &framer{fd: fd, index: i.Index, src: src}, nil
 }
 
-func (f *framer) Close() error { return unix.Close(f.fd) }
-
-func (f *framer) send(mac net.HardwareAddr, dst netip.Addr, payload []byte) error {
-	to := unix.SockaddrLinklayer{Protocol: hostToNet(unix.ETH_P_IP), Ifindex: f.index, Halen: 6}
-	copy(to.Addr[:], mac)
-	return os.NewSyscallError("sendto", unix.Sendto(f.fd, packet(f.src, dst, payload), 0, &to))
+func (f *framer) Close() error {
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.fd < 0 {
+		return net.ErrClosed
+	}
+	fd := f.fd
+	f.fd = -1
+	return unix.Close(fd)
 }
 
-// packet is payload in UDP (67 to 68) in IPv4, with both checksums.
-func packet(src, dst netip.Addr, payload []byte) []byte {
+// send sends from the server's port to the client's.
+func (f *framer) send(mac net.HardwareAddr, dst netip.Addr, payload []byte) error {
+	return f.sendFrom(dhcpv4.ServerPort, dhcpv4.ClientPort, mac, dst, payload)
+}
+
+func (f *framer) sendFrom(from, port uint16, mac net.HardwareAddr, dst netip.Addr, payload []byte) error {
+	to := unix.SockaddrLinklayer{Protocol: hostToNet(unix.ETH_P_IP), Ifindex: f.index, Halen: 6}
+	copy(to.Addr[:], mac)
+	f.mu.Lock()
+	defer f.mu.Unlock()
+	if f.fd < 0 {
+		return net.ErrClosed
+	}
+	return os.NewSyscallError("sendto", unix.Sendto(f.fd, packet(netip.AddrPortFrom(f.src, from), netip.AddrPortFrom(dst, port), payload), 0, &to))
+}
+
+// packet is payload in UDP in IPv4, with both checksums.
+func packet(src, dst netip.AddrPort, payload []byte) []byte {
 	const ipLen, udpLen = 20, 8
 	b := make([]byte, ipLen+udpLen+len(payload))
 	ip, udp := b[:ipLen], b[ipLen:]
@@ -48,12 +70,12 @@ func packet(src, dst netip.Addr, payload []byte) []byte {
 	ip[1] = 0xc0 // internetwork control, as DHCP servers mark their answers
 	binary.BigEndian.PutUint16(ip[2:], uint16(len(b)))
 	ip[8], ip[9] = 64, unix.IPPROTO_UDP
-	copy(ip[12:], src.AsSlice())
-	copy(ip[16:], dst.AsSlice())
+	copy(ip[12:], src.Addr().AsSlice())
+	copy(ip[16:], dst.Addr().AsSlice())
 	binary.BigEndian.PutUint16(ip[10:], ^sum(0, ip))
 
-	binary.BigEndian.PutUint16(udp, dhcpv4.ServerPort)
-	binary.BigEndian.PutUint16(udp[2:], dhcpv4.ClientPort)
+	binary.BigEndian.PutUint16(udp, src.Port())
+	binary.BigEndian.PutUint16(udp[2:], dst.Port())
 	binary.BigEndian.PutUint16(udp[4:], uint16(len(udp)))
 	copy(udp[udpLen:], payload)
 	pseudo := sum(uint32(unix.IPPROTO_UDP)+uint32(len(udp)), ip[12:20])

@@ -10,10 +10,15 @@ import (
 
 // The names that network boot asks a Source for.
 const (
-	UEFILoader = "ipxe/snponly.efi"
-	BIOSLoader = "ipxe/undionly.kpxe"
-	Kernel     = "ramdisk/vmlinuz"
-	Initrd     = "ramdisk/initrd"
+	// UEFILoader is the iPXE that uses the firmware's network driver, UEFIDrivers
+	// the one with drivers of its own.
+	UEFILoader  = "ipxe/snponly.efi"
+	UEFIDrivers = "ipxe/ipxe.efi"
+	BIOSLoader  = "ipxe/undionly.kpxe"
+	// ARM64Loader is GRUB's network image: there is no iPXE for it.
+	ARM64Loader = "grub/grubnetaa64.efi"
+	Kernel      = "ramdisk/vmlinuz"
+	Initrd      = "ramdisk/initrd"
 )
 
 // File is one opened boot program.
@@ -58,3 +63,6 @@ type osFile struct {
 }
 
 func (f *osFile) Size() int64 { return f.size }
+
+// Plain is the file itself, which the kernel can send.
+func (f *osFile) Plain() *os.File { return f.File }

@@ -1,9 +1,10 @@
-// Package httpboot is what machines fetch over HTTP: iPXE itself, their script, the ramdisk and their artifacts.
+// Package httpboot is what machines fetch over HTTP: boot programs, their script, what it boots and their artifacts.
 //
-// Paths: /boot/<mac>/script.ipxe and /boot/<mac>/snponly.efi for a machine
-// that starts, /boot/<mac>/<token>/{vmlinuz,ramdisk.img,boot.img} for the boot
-// that its script began, /artifacts/<sha256> for what runs there. A client is
-// the machine that holds its address's lease; it gets its own things only.
+// Paths: /boot/<mac>/script.ipxe and /boot/<mac>/<boot program> for a machine
+// that starts, /boot/<mac>/<token>/<file> for the boot that its script or DHCP
+// began, /artifacts/<sha256> for what runs there, and two that take a POST,
+// /boot/<mac>/<token>/progress and done. A client is the machine that holds its
+// address's lease; it gets its own things only.
 package httpboot
 
 import (
@@ -17,10 +18,13 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
+	"os"
+	"regexp"
 	"strings"
 	"time"
 
 	"github.com/better-compute/site-appliance/pxe/assign"
+	"github.com/better-compute/site-appliance/pxe/boots"
 	"github.com/better-compute/site-appliance/pxe/decide"
 	"github.com/better-compute/site-appliance/pxe/files"
 	"github.com/better-compute/site-appliance/pxe/pxev1"
@@ -33,51 +37,92 @@ const (
 	kernelName = "vmlinuz"
 	initrdName = "ramdisk.img"
 	bootName   = "boot.img"
+	// Those of an assigned kernel and unified kernel image.
+	otherKernelName = "kernel"
+	otherInitrdName = "initrd.img"
+	ukiName         = "boot.efi"
+	isoSuffix       = ".iso"
 )
+
+// Booting is one boot of a machine into the ramdisk.
+type Booting struct {
+	Machine *pxev1.Machine
+	// Base is "http://host[:port]" of the box as the machine reaches it.
+	Base string
+	// Report is the URL prefix of its posts: "done" and "progress" follow.
+	Report string
+}
 
 // Config is what the handler needs. All functions must be safe for concurrent use.
 type Config struct {
-	// Base is "http://host[:port]" of the box as machines see it.
-	Base string
 	// Holder is the MAC that the DHCP server gave an address to.
 	Holder func(netip.Addr) (mac string, ok bool)
-	// ByMAC is the assignment; the MAC is lower-case with colons.
-	ByMAC   func(mac string) (*pxev1.Machine, bool)
+	// Request is all that is known of who asks, but for its Program; the MAC is
+	// lower-case with colons.
+	Request func(mac string) decide.Request
+	Counts  *boots.Store
 	Files   files.Source
 	Cmdline string
 	// Boot makes the initrd that is appended for one boot of the machine.
-	Boot func(context.Context, *pxev1.Machine) ([]byte, error)
+	Boot func(context.Context, Booting) ([]byte, error)
 	// Artifacts opens a stored artifact.
 	Artifacts func(ctx context.Context, sha256 string) (io.ReadSeekCloser, int64, error)
 	// Stage is told what a machine has fetched; it must not block.
 	Stage func(mac string, m *pxev1.Machine, stage, detail string)
-	Now   func() time.Time
-	Log   *slog.Logger
+	// Syslog says whether scripts name the box as their syslog server.
+	Syslog bool
+	Now    func() time.Time
+	Log    *slog.Logger
 }
 
 // ScriptURL is where the machine with this MAC finds its script.
 func ScriptURL(base, mac string) string { return base + "/boot/" + dashed(mac) + "/" + scriptName }
 
-// LoaderURL is where UEFI HTTP boot finds iPXE.
-func LoaderURL(base, mac string) string { return base + "/boot/" + dashed(mac) + "/" + decide.UEFIFile }
+// LoaderURL is where HTTP boot finds its boot program.
+func LoaderURL(base, mac, file string) string { return base + "/boot/" + dashed(mac) + "/" + file }
 
 // dashed has no colons: they are legal in a path, but not every firmware's parser knows.
 func dashed(mac string) string { return strings.ReplaceAll(mac, ":", "-") }
 
 // Handler serves the paths of the package comment and nothing else.
 type Handler struct {
-	cfg    Config
-	boots  boots
-	stages stages
+	cfg     Config
+	boots   running
+	stages  stages
+	returns returns
 }
 
 // New makes the handler.
 func New(cfg Config) *Handler {
-	return &Handler{cfg: cfg, boots: boots{byToken: make(map[string]*boot)}}
+	return &Handler{cfg: cfg, boots: running{byToken: make(map[string]*boot)}}
+}
+
+// ImageURL is where firmware finds what it boots by itself: a disc image or a
+// unified kernel image.
+func (h *Handler) ImageURL(base, mac string, m *pxev1.Machine, a decide.Action) string {
+	name := ukiName
+	if a == decide.HTTPISO || a == decide.SanbootISO {
+		name = isoName(m)
+	}
+	return base + "/boot/" + dashed(mac) + "/" + h.boots.direct(m, h.cfg.Now()) + "/" + name
+}
+
+var plainName = regexp.MustCompile(`^[a-zA-Z0-9][a-zA-Z0-9._-]{0,63}$`)
+
+// isoName ends as firmware wants a disc image's URL to end.
+func isoName(m *pxev1.Machine) string {
+	name := strings.TrimSuffix(m.GetIso().GetName(), isoSuffix)
+	if !plainName.MatchString(name) {
+		name = "disc"
+	}
+	return name + isoSuffix
 }
 
 func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
-	if r.Method != http.MethodGet && r.Method != http.MethodHead {
+	// Never through a ServeMux: it answers "//" with a redirect, which EDK2 does not survive.
+	parts := split(r.URL.Path)
+	post := r.Method == http.MethodPost && len(parts) == 4 && parts[0] == "boot" && (parts[3] == "done" || parts[3] == "progress")
+	if r.Method != http.MethodGet && r.Method != http.MethodHead && !post {
 		w.Header().Set("Allow", "GET, HEAD")
 		refuse(w, http.StatusMethodNotAllowed, "only GET and HEAD are served")
 		return
@@ -92,16 +137,15 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		h.denied(w, r, http.StatusForbidden, "the address holds no lease")
 		return
 	}
-	m, ok := h.cfg.ByMAC(mac)
-	if !ok {
-		h.denied(w, r, http.StatusNotFound, "the machine is unknown")
+	ask := h.cfg.Request(mac)
+	m := ask.Assigned()
+	if m == nil {
+		h.denied(w, r, http.StatusNotFound, decide.Decide(with(ask, decide.Client{Program: decide.IPXE, Arch: decide.X64})).Reason)
 		return
 	}
-	// Never through a ServeMux: it answers "//" with a redirect, which EDK2 does not survive.
-	parts := split(r.URL.Path)
 	switch {
 	case len(parts) == 2 && parts[0] == "artifacts":
-		h.artifact(w, r, m, parts[1])
+		h.artifact(w, r, ask, m, parts[1])
 		return
 	case len(parts) < 3 || len(parts) > 4 || parts[0] != "boot":
 		h.denied(w, r, http.StatusNotFound, "no such path")
@@ -112,19 +156,22 @@ func (h *Handler) ServeHTTP(w http.ResponseWriter, r *http.Request) {
 		h.denied(w, r, http.StatusNotFound, "no such path")
 		return
 	}
-	if other, ok := h.cfg.ByMAC(named.String()); !ok || other.MachineId != m.MachineId {
-		h.denied(w, r, http.StatusForbidden, "the path is another machine's")
-		return
+	if named.String() != mac {
+		ask = h.cfg.Request(named.String())
+		if other := ask.Assigned(); other == nil || other.MachineId != m.MachineId {
+			h.denied(w, r, http.StatusForbidden, "the path is another machine's")
+			return
+		}
 	}
 	switch mac = named.String(); {
+	case post:
+		h.post(w, r, mac, m, parts[2], parts[3])
 	case len(parts) == 4:
-		h.bootFile(w, r, mac, m, parts[2], parts[3])
+		h.bootFile(w, r, ask, mac, m, parts[2], parts[3])
 	case parts[2] == scriptName:
-		h.script(w, r, mac, m)
-	case parts[2] == decide.UEFIFile:
-		h.loader(w, r, mac, m)
+		h.script(w, r, ask, mac, m)
 	default:
-		h.denied(w, r, http.StatusNotFound, "no such path")
+		h.loader(w, r, ask, mac, m, parts[2])
 	}
 }
 
@@ -133,84 +180,203 @@ func split(path string) []string {
 	return strings.FieldsFunc(path, func(r rune) bool { return r == '/' })
 }
 
-func (h *Handler) decide(m *pxev1.Machine, c decide.Client) decide.Decision {
-	return decide.Decide(decide.Request{Machine: m, Client: c, Now: h.cfg.Now()})
-}
-
-func (h *Handler) loader(w http.ResponseWriter, r *http.Request, mac string, m *pxev1.Machine) {
-	d := h.decide(m, decide.UEFIHTTP)
-	if d.Action != decide.Chain {
-		h.denied(w, r, http.StatusNotFound, d.Reason)
-		return
-	}
-	if h.file(w, r, files.UEFILoader) {
-		h.stage(r, mac, m, "http-loader", "")
-	}
-}
-
-func (h *Handler) script(w http.ResponseWriter, r *http.Request, mac string, m *pxev1.Machine) {
-	d := h.decide(m, decide.IPXE)
-	var text string
-	switch d.Action {
-	case decide.LocalDisk:
-		text = script.LocalDisk()
-	case decide.Ramdisk:
-		base := h.cfg.Base + "/boot/" + dashed(mac) + "/" + h.boots.begin(m, h.cfg.Now()) + "/"
-		var err error
-		text, err = script.Ramdisk{
-			Kernel: base + kernelName, Initrd: base + initrdName, Boot: base + bootName,
-			Again: ScriptURL(h.cfg.Base, mac), Cmdline: h.cfg.Cmdline,
-		}.Script()
-		if err != nil {
-			h.cfg.Log.Error("boot script not made", "mac", mac, "err", err)
-			refuse(w, http.StatusInternalServerError, "no script")
-			return
+// baseOf is how the client reached the box: by what it names as the host, or where
+// its connection ends.
+func baseOf(r *http.Request) string {
+	if a, err := netip.ParseAddrPort(r.Host); err == nil && a.Addr().Is4() {
+		if a.Port() == 80 {
+			return "http://" + a.Addr().String()
 		}
-	default:
+		return "http://" + a.String()
+	}
+	if a, err := netip.ParseAddr(r.Host); err == nil && a.Is4() {
+		return "http://" + a.String()
+	}
+	if local, ok := r.Context().Value(http.LocalAddrContextKey).(*net.TCPAddr); ok {
+		if a := local.AddrPort(); a.Port() != 80 {
+			return "http://" + netip.AddrPortFrom(a.Addr().Unmap(), a.Port()).String()
+		}
+		return "http://" + local.AddrPort().Addr().Unmap().String()
+	}
+	return "http://" + r.Host
+}
+
+func with(ask decide.Request, c decide.Client) decide.Request {
+	if c.Arch == decide.OtherArch {
+		c.Arch = ask.Client.Arch
+	}
+	ask.Client = c
+	return ask
+}
+
+func (h *Handler) loader(w http.ResponseWriter, r *http.Request, ask decide.Request, mac string, m *pxev1.Machine, name string) {
+	d, ok := decide.Fetchable(ask, name)
+	if !ok {
 		h.denied(w, r, http.StatusNotFound, d.Reason)
 		return
 	}
-	w.Header().Set("Cache-Control", "no-store")
-	h.content(w, r, "text/plain; charset=utf-8", strings.NewReader(text))
+	if h.file(w, r, d.Loader) {
+		h.stage(r, mac, m, "http-loader", name)
+	}
+}
+
+func (h *Handler) script(w http.ResponseWriter, r *http.Request, ask decide.Request, mac string, m *pxev1.Machine) {
+	ask.Returned = h.returns.recent(mac, h.cfg.Now())
+	d := decide.Decide(with(ask, decide.Client{Program: decide.IPXE}))
+	if d.Action == decide.LocalDisk {
+		if r.Method == http.MethodGet {
+			h.returns.add(mac, h.cfg.Now())
+		}
+		text := script.LocalDisk()
+		if d.Exit == decide.Sanboot {
+			text = script.FirstDisk()
+		}
+		h.text(w, r, text)
+		h.stage(r, mac, m, "script", d.Action.String()+": "+d.Reason)
+		return
+	}
+	if !d.Action.Boots() {
+		h.denied(w, r, http.StatusNotFound, d.Reason)
+		return
+	}
+	text, err := h.write(r, mac, m, d.Action)
+	if err != nil {
+		h.cfg.Log.Error("boot script not made", "mac", mac, "err", err)
+		refuse(w, http.StatusInternalServerError, "no script")
+		return
+	}
+	h.text(w, r, text)
 	h.stage(r, mac, m, "script", d.Action.String()+": "+d.Reason)
 }
 
-func (h *Handler) bootFile(w http.ResponseWriter, r *http.Request, mac string, m *pxev1.Machine, token, name string) {
-	if d := h.decide(m, decide.IPXE); d.Action != decide.Ramdisk {
-		h.denied(w, r, http.StatusNotFound, d.Reason)
-		return
+// write makes the script that carries an action out.
+func (h *Handler) write(r *http.Request, mac string, m *pxev1.Machine, a decide.Action) (string, error) {
+	home := baseOf(r)
+	around := script.Around{AgainBefore: home + "/boot/", AgainAfter: "/" + scriptName}
+	if h.cfg.Syslog {
+		around.Syslog = hostOf(home)
 	}
+	at := home + "/boot/" + dashed(mac) + "/" + h.boots.begin(m, h.cfg.Now()) + "/"
+	switch a {
+	case decide.Kernel:
+		k := script.Kernel{Around: around, Kernel: at + otherKernelName, Cmdline: m.GetKernel().GetCmdline()}
+		if m.GetKernel().GetInitrdSha256() != "" {
+			k.Initrd = at + otherInitrdName
+		}
+		return k.Script()
+	case decide.UKI:
+		return script.UKI{Around: around, Image: at + ukiName}.Script()
+	case decide.SanbootISO, decide.HTTPISO:
+		return script.Sanboot{Around: around, Image: at + isoName(m)}.Script()
+	}
+	return script.Ramdisk{Around: around, Kernel: at + kernelName, Initrd: at + initrdName, Boot: at + bootName, Cmdline: h.cfg.Cmdline}.Script()
+}
+
+// hostOf is the address of a base URL.
+func hostOf(base string) netip.Addr {
+	host := strings.TrimPrefix(base, "http://")
+	if a, err := netip.ParseAddrPort(host); err == nil {
+		return a.Addr()
+	}
+	a, _ := netip.ParseAddr(host)
+	return a
+}
+
+func (h *Handler) text(w http.ResponseWriter, r *http.Request, text string) {
+	w.Header().Set("Cache-Control", "no-store")
+	h.content(w, r, "text/plain; charset=utf-8", strings.NewReader(text))
+}
+
+// bootFile serves a file of a boot that was begun. The boot's own count is no
+// reason to stop it half-way.
+func (h *Handler) bootFile(w http.ResponseWriter, r *http.Request, ask decide.Request, mac string, m *pxev1.Machine, token, name string) {
 	b := h.boots.find(token, m)
+	if b != nil && b.isCounted() {
+		ask.Boots--
+	}
+	d := decide.Decide(with(ask, decide.Client{Program: decide.IPXE}))
+	if !d.Action.Boots() {
+		// What firmware boots by itself has no iPXE; the name says so.
+		if d = decide.Decide(with(ask, decide.Client{Program: decide.HTTPBoot})); d.Action != decide.HTTPISO && d.Action != decide.UKI {
+			h.denied(w, r, http.StatusNotFound, d.Reason)
+			return
+		}
+	}
 	if b == nil {
 		h.denied(w, r, http.StatusForbidden, "the token is not of a boot that runs")
 		return
 	}
-	switch name {
-	case kernelName:
-		if h.file(w, r, files.Kernel) {
-			h.stage(r, mac, m, "kernel", "")
+	for _, f := range []struct {
+		name  string
+		as    bool
+		last  bool
+		serve func() bool
+		stage string
+	}{
+		{kernelName, d.Action == decide.RunAgent, false, func() bool { return h.file(w, r, files.Kernel) }, "kernel"},
+		{initrdName, d.Action == decide.RunAgent, false, func() bool { return h.file(w, r, files.Initrd) }, "initrd"},
+		{bootName, d.Action == decide.RunAgent, true, func() bool { return h.archive(w, r, mac, m, b) }, "boot"},
+		{otherKernelName, d.Action == decide.Kernel, m.GetKernel().GetInitrdSha256() == "", func() bool { return h.stored(w, r, m, m.GetKernel().GetSha256(), binary) }, "kernel"},
+		{otherInitrdName, d.Action == decide.Kernel, true, func() bool { return h.stored(w, r, m, m.GetKernel().GetInitrdSha256(), binary) }, "initrd"},
+		{ukiName, d.Action == decide.UKI, true, func() bool { return h.stored(w, r, m, m.GetKernel().GetSha256(), "application/efi") }, "uki"},
+		{isoName(m), d.Action == decide.SanbootISO || d.Action == decide.HTTPISO, true, func() bool { return h.stored(w, r, m, m.GetIso().GetSha256(), "application/vnd.efi-iso") }, "iso"},
+	} {
+		if f.name != name || !f.as {
+			continue
 		}
-	case initrdName:
-		if h.file(w, r, files.Initrd) {
-			h.stage(r, mac, m, "initrd", "")
+		first := f.last && r.Method == http.MethodGet && b.count()
+		if first {
+			// Before the last file goes out: what boots has been counted.
+			if err := h.cfg.Counts.Booted(m.MachineId, m.WindowId); err != nil {
+				h.cfg.Log.Error("a boot is counted in memory only", "machine", m.MachineId, "err", err)
+			}
 		}
-	case bootName:
-		data, err := b.initrd(r.Context(), m, h.cfg.Boot)
-		if err != nil {
-			h.cfg.Log.Error("boot archive not made", "mac", mac, "machine", m.MachineId, "err", err)
-			refuse(w, http.StatusServiceUnavailable, "try again")
+		if !f.serve() {
 			return
 		}
-		w.Header().Set("Cache-Control", "no-store")
-		h.content(w, r, "application/octet-stream", bytes.NewReader(data))
-		h.stage(r, mac, m, "boot", "window "+m.WindowId)
-	default:
-		h.denied(w, r, http.StatusNotFound, "no such path")
+		if first && r.Header.Get("Range") != "" { // a drive is read piece by piece
+			h.tell(mac, m, f.stage, "window "+m.WindowId)
+			return
+		}
+		h.stage(r, mac, m, f.stage, "window "+m.WindowId)
+		return
 	}
+	h.denied(w, r, http.StatusNotFound, "no such path")
 }
 
-func (h *Handler) artifact(w http.ResponseWriter, r *http.Request, m *pxev1.Machine, digest string) {
-	if d := h.decide(m, decide.Agent); d.Action != decide.Ramdisk {
+const binary = "application/octet-stream"
+
+func (h *Handler) archive(w http.ResponseWriter, r *http.Request, mac string, m *pxev1.Machine, b *boot) bool {
+	home := baseOf(r)
+	data, err := b.initrd(r.Context(), func(ctx context.Context) ([]byte, error) {
+		return h.cfg.Boot(ctx, Booting{Machine: m, Base: home, Report: home + "/boot/" + dashed(mac) + "/" + h.cfg.Counts.Token(m.MachineId, m.WindowId) + "/"})
+	})
+	if err != nil {
+		h.cfg.Log.Error("boot archive not made", "mac", mac, "machine", m.MachineId, "err", err)
+		refuse(w, http.StatusServiceUnavailable, "try again")
+		return false
+	}
+	w.Header().Set("Cache-Control", "no-store")
+	h.content(w, r, binary, bytes.NewReader(data))
+	return true
+}
+
+// stored serves an artifact of the assignment.
+func (h *Handler) stored(w http.ResponseWriter, r *http.Request, m *pxev1.Machine, digest, kind string) bool {
+	f, _, err := h.cfg.Artifacts(r.Context(), digest)
+	if err != nil {
+		h.cfg.Log.Warn("artifact not served", "machine", m.MachineId, "sha256", digest, "err", err)
+		refuse(w, http.StatusServiceUnavailable, "the artifact is not available now")
+		return false
+	}
+	defer f.Close()
+	w.Header().Set("ETag", `"`+digest+`"`)
+	h.content(w, r, kind, f)
+	return true
+}
+
+func (h *Handler) artifact(w http.ResponseWriter, r *http.Request, ask decide.Request, m *pxev1.Machine, digest string) {
+	if d := decide.Decide(with(ask, decide.Client{Program: decide.Agent})); d.Action != decide.RunAgent {
 		h.denied(w, r, http.StatusForbidden, d.Reason)
 		return
 	}
@@ -222,15 +388,40 @@ func (h *Handler) artifact(w http.ResponseWriter, r *http.Request, m *pxev1.Mach
 		h.denied(w, r, http.StatusForbidden, "the artifact is not in the machine's assignment")
 		return
 	}
-	f, _, err := h.cfg.Artifacts(r.Context(), digest)
-	if err != nil {
-		h.cfg.Log.Warn("artifact not served", "machine", m.MachineId, "sha256", digest, "err", err)
-		refuse(w, http.StatusServiceUnavailable, "the artifact is not available now")
+	h.stored(w, r, m, digest, binary)
+}
+
+// maxReport bounds a post's body.
+const maxReport = 4 << 10
+
+// post takes a machine's report. Its token is of the machine and the window, so
+// that it holds when the box was restarted meanwhile.
+func (h *Handler) post(w http.ResponseWriter, r *http.Request, mac string, m *pxev1.Machine, token, what string) {
+	if !h.cfg.Counts.Holds(token, m.MachineId, m.WindowId) {
+		h.denied(w, r, http.StatusForbidden, "the token is not of the machine's boot window")
 		return
 	}
-	defer f.Close()
-	w.Header().Set("ETag", `"`+digest+`"`)
-	h.content(w, r, "application/octet-stream", f)
+	// A report that breaks off is one all the same.
+	body, _ := io.ReadAll(http.MaxBytesReader(w, r.Body, maxReport))
+	if what == "done" {
+		if err := h.cfg.Counts.Done(m.MachineId, m.WindowId); err != nil {
+			h.cfg.Log.Error("what a machine has done is not kept", "machine", m.MachineId, "err", err)
+			refuse(w, http.StatusServiceUnavailable, "try again")
+			return
+		}
+	}
+	h.tell(mac, m, what, printable(string(body)))
+	w.WriteHeader(http.StatusNoContent)
+}
+
+func printable(s string) string {
+	s = strings.Map(func(r rune) rune {
+		if r < ' ' || r > '~' {
+			return -1
+		}
+		return r
+	}, s)
+	return cut(s, 200)
 }
 
 // file serves a boot program and says whether it did.
@@ -243,19 +434,32 @@ func (h *Handler) file(w http.ResponseWriter, r *http.Request, name string) bool
 	}
 	defer f.Close()
 	var body io.ReadSeeker = f
-	if name == files.Initrd {
+	if name == files.Initrd && f.Size()%4 != 0 {
 		body = pad(f, f.Size(), 4)
 	}
-	h.content(w, r, "application/octet-stream", body)
+	h.content(w, r, binary, body)
 	return true
 }
 
 // stallTimeout ends a response whose client takes nothing for that long.
 const stallTimeout = time.Minute
 
+// oneRange is the only form of Range that loaders need. Others are malformed or of
+// several parts, which none could read: they get the whole (RFC 9110, 14.2).
+var oneRange = regexp.MustCompile(`^bytes=(?:[0-9]{1,18}-[0-9]{0,18}|-[0-9]{1,18})$`)
+
 // content serves Range, HEAD and Content-Length, for as long as the client takes bytes.
 func (h *Handler) content(w http.ResponseWriter, r *http.Request, kind string, body io.ReadSeeker) {
 	w.Header().Set("Content-Type", kind)
+	if v := r.Header.Get("Range"); v != "" && !oneRange.MatchString(v) {
+		r = r.Clone(r.Context())
+		r.Header.Del("Range")
+	}
+	// A plain file goes to the connection as it is, which hands it to the kernel.
+	if f, ok := body.(interface{ Plain() *os.File }); ok {
+		http.ServeContent(w, r, "", time.Time{}, f.Plain())
+		return
+	}
 	rc := http.NewResponseController(w)
 	http.ServeContent(w, r, "", time.Time{}, &paced{ReadSeeker: body, alive: func() {
 		// Errors: a writer without deadlines, as in tests, has no stall to end.
@@ -276,7 +480,13 @@ func (p *paced) Read(b []byte) (int, error) {
 
 // stage tells of whole fetches only: a HEAD or a resumed Range is no new stage.
 func (h *Handler) stage(r *http.Request, mac string, m *pxev1.Machine, stage, detail string) {
-	if r.Method == http.MethodGet && r.Header.Get("Range") == "" && h.stages.more(mac, h.cfg.Now()) {
+	if r.Method == http.MethodGet && r.Header.Get("Range") == "" {
+		h.tell(mac, m, stage, detail)
+	}
+}
+
+func (h *Handler) tell(mac string, m *pxev1.Machine, stage, detail string) {
+	if h.stages.more(mac, h.cfg.Now()) {
 		h.cfg.Stage(mac, m, stage, detail)
 	}
 }

@@ -10,11 +10,19 @@ import (
 	"net/http"
 	"net/http/httptest"
 	"net/netip"
+	"os"
+	"path"
+	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"testing/iotest"
 	"time"
 
+	"google.golang.org/protobuf/proto"
+
+	"github.com/better-compute/site-appliance/pxe/boots"
+	"github.com/better-compute/site-appliance/pxe/decide"
 	"github.com/better-compute/site-appliance/pxe/files"
 	"github.com/better-compute/site-appliance/pxe/pxev1"
 )
@@ -41,26 +49,39 @@ func (s source) Open(name string) (files.File, error) {
 }
 
 type rig struct {
-	h      *Handler
-	now    time.Time
-	byMAC  map[string]*pxev1.Machine
-	minted int
-	stages []string
+	h       *Handler
+	now     time.Time
+	byMAC   map[string]*pxev1.Machine
+	arch    decide.Arch
+	booting Booting
+	minted  int
+	stages  []string
 }
 
-func newRig() *rig {
+func newRig(t testing.TB) *rig {
+	counts, err := boots.Open(t.TempDir(), func(string) (string, bool) { return "", false })
+	if err != nil {
+		t.Fatal(err)
+	}
 	a := &pxev1.Machine{MachineId: "node_a", Macs: []string{macA, macA2}, Action: pxev1.Action_ACTION_RAMDISK, Purpose: "deploy",
 		WindowId: "w1", WindowUntilMs: 2_000_000, Artifacts: []string{digest}}
 	b := &pxev1.Machine{MachineId: "node_b", Macs: []string{macB}, Action: pxev1.Action_ACTION_LOCAL_DISK}
-	r := &rig{now: time.UnixMilli(1_000_000), byMAC: map[string]*pxev1.Machine{macA: a, macA2: a, macB: b}}
+	r := &rig{arch: decide.X64, now: time.UnixMilli(1_000_000), byMAC: map[string]*pxev1.Machine{macA: a, macA2: a, macB: b}}
 	leases := map[string]string{addrA: macA, addrB: macB, addrC: macC}
 	r.h = New(Config{
-		Base:    base,
-		Holder:  func(ip netip.Addr) (string, bool) { mac, ok := leases[ip.String()]; return mac, ok },
-		ByMAC:   func(mac string) (*pxev1.Machine, bool) { m, ok := r.byMAC[mac]; return m, ok },
+		Holder: func(ip netip.Addr) (string, bool) { mac, ok := leases[ip.String()]; return mac, ok },
+		Request: func(mac string) decide.Request {
+			ask := decide.Request{Machine: r.byMAC[mac], MAC: mac, Now: r.now, Client: decide.Client{Arch: r.arch}}
+			if m := ask.Machine; m != nil {
+				ask.Boots, ask.Done = counts.Of(m.MachineId, m.WindowId)
+			}
+			return ask
+		},
+		Counts:  counts,
 		Files:   source{files.Kernel: "the kernel", files.Initrd: "initrd of 19 bytes.", files.UEFILoader: "the loader"},
 		Cmdline: "console=ttyS0",
-		Boot: func(context.Context, *pxev1.Machine) ([]byte, error) {
+		Boot: func(_ context.Context, b Booting) ([]byte, error) {
+			r.booting = b
 			r.minted++
 			return []byte(strings.Repeat("v", r.minted)), nil
 		},
@@ -76,7 +97,7 @@ func newRig() *rig {
 }
 
 func (r *rig) do(method, addr, path string, header ...string) *httptest.ResponseRecorder {
-	req := httptest.NewRequest(method, "http://box/", nil)
+	req := httptest.NewRequest(method, base+"/", nil)
 	req.URL.Path = path
 	req.RemoteAddr = addr + ":1024"
 	for i := 0; i+1 < len(header); i += 2 {
@@ -100,7 +121,7 @@ func (r *rig) begin(t *testing.T) string {
 }
 
 func TestBoot(t *testing.T) {
-	r := newRig()
+	r := newRig(t)
 	prefix := r.begin(t)
 	for _, tt := range []struct{ path, want string }{
 		{prefix + "vmlinuz", "the kernel"},
@@ -139,14 +160,14 @@ func TestBoot(t *testing.T) {
 }
 
 func TestOtherPortOfTheMachine(t *testing.T) {
-	r := newRig()
+	r := newRig(t)
 	if w := r.do("GET", addrA, "/boot/52-54-00-00-00-1a/script.ipxe"); w.Code != 200 {
 		t.Errorf("script by the machine's other MAC = %d, want 200", w.Code)
 	}
 }
 
 func TestRefused(t *testing.T) {
-	r := newRig()
+	r := newRig(t)
 	prefix := r.begin(t)
 	for _, tt := range []struct {
 		name, method, addr, path string
@@ -177,15 +198,275 @@ func TestRefused(t *testing.T) {
 	}
 }
 
+// TestDone: the machine's own post ends its window, and nothing else does.
+func TestDone(t *testing.T) {
+	r := newRig(t)
+	prefix := r.begin(t)
+	if w := r.do("GET", addrA, prefix+"boot.img"); w.Code != 200 {
+		t.Fatalf("boot.img = %d", w.Code)
+	}
+	report := strings.TrimPrefix(r.booting.Report, base)
+	if report == prefix || r.booting.Base != base {
+		t.Fatalf("the archive was made with %+v, want another token than the files'", r.booting)
+	}
+	for _, tt := range []struct {
+		name, addr, path string
+		want             int
+	}{
+		{"another machine's", addrB, report + "done", 403},
+		{"a made-up token", addrA, "/boot/52-54-00-00-00-0a/abc/done", 403},
+		{"the files' token", addrA, prefix + "done", 403},
+		{"another report", addrA, report + "other", 405},
+		{"progress", addrA, report + "progress", 204},
+	} {
+		if w := r.do("POST", tt.addr, tt.path); w.Code != tt.want {
+			t.Errorf("POST of %s = %d, want %d", tt.name, w.Code, tt.want)
+		}
+	}
+	script := func() string { return r.do("GET", addrA, "/boot/52-54-00-00-00-0a/script.ipxe").Body.String() }
+	if !strings.Contains(script(), "vmlinuz") {
+		t.Errorf("script before done = %q, want the ramdisk's", script())
+	}
+	if w := r.do("POST", addrA, report+"done"); w.Code != 204 {
+		t.Errorf("POST done = %d, want 204", w.Code)
+	}
+	if strings.Contains(script(), "vmlinuz") {
+		t.Errorf("script after done = %q, want one that exits", script())
+	}
+	if w := r.do("GET", addrA, "/boot/52-54-00-00-00-0a/snponly.efi"); w.Code != 404 {
+		t.Errorf("loader after done = %d, want 404", w.Code)
+	}
+	// The next window is a new one, with another token.
+	next := proto.CloneOf(r.byMAC[macA])
+	next.WindowId = "w2"
+	r.byMAC[macA] = next
+	if !strings.Contains(script(), "vmlinuz") {
+		t.Errorf("script in the next window = %q, want the ramdisk's", script())
+	}
+	if w := r.do("POST", addrA, report+"done"); w.Code != 403 {
+		t.Errorf("the old window's done in the next = %d, want 403", w.Code)
+	}
+	if got := strings.Join(r.stages, ","); strings.Count(got, "node_a done") != 1 || strings.Count(got, "node_a progress") != 1 {
+		t.Errorf("stages = %s, want done and progress once", got)
+	}
+}
+
+// TestBoundOnBoots: a machine that never says that it is done is left to its disk
+// after so many boots; the last boot still gets all of its files.
+func TestBoundOnBoots(t *testing.T) {
+	r := newRig(t)
+	r.byMAC[macA].MaxBoots = 2
+	for i := range 2 {
+		prefix := r.begin(t)
+		for range 2 { // asked twice, it is the same boot
+			if w := r.do("GET", addrA, prefix+"boot.img"); w.Code != 200 {
+				t.Fatalf("boot %d: boot.img = %d", i+1, w.Code)
+			}
+		}
+		if w := r.do("GET", addrA, prefix+"vmlinuz"); w.Code != 200 {
+			t.Errorf("boot %d: vmlinuz after its boot.img = %d, want 200", i+1, w.Code)
+		}
+	}
+	if w := r.do("GET", addrA, "/boot/52-54-00-00-00-0a/script.ipxe"); strings.Contains(w.Body.String(), "vmlinuz") {
+		t.Errorf("the third script = %q, want one that exits", w.Body)
+	}
+}
+
+func TestImages(t *testing.T) {
+	window := func(m *pxev1.Machine) *pxev1.Machine {
+		m.MachineId, m.Macs, m.WindowId, m.WindowUntilMs = "node_a", []string{macA}, "w1", 2_000_000
+		return m
+	}
+	for name, tt := range map[string]struct {
+		machine *pxev1.Machine
+		arch    decide.Arch
+		command string
+		file    string
+		kind    string
+	}{
+		"iso":           {&pxev1.Machine{Action: pxev1.Action_ACTION_ISO, Purpose: "iso", Iso: &pxev1.Iso{Sha256: digest, Size: 8, Name: "rescue"}}, decide.BIOS, "sanboot", "rescue.iso", "application/vnd.efi-iso"},
+		"iso, odd name": {&pxev1.Machine{Action: pxev1.Action_ACTION_ISO, Purpose: "iso", Iso: &pxev1.Iso{Sha256: digest, Size: 8, Name: "a b/c.iso"}}, decide.X64, "sanboot", "disc.iso", "application/vnd.efi-iso"},
+		"kernel":        {&pxev1.Machine{Action: pxev1.Action_ACTION_KERNEL, Purpose: "boot", Kernel: &pxev1.Kernel{Sha256: digest, InitrdSha256: digest, Cmdline: "quiet"}}, decide.X64, "kernel", "kernel", "application/octet-stream"},
+		"uki":           {&pxev1.Machine{Action: pxev1.Action_ACTION_UKI, Purpose: "boot", Kernel: &pxev1.Kernel{Sha256: digest}}, decide.X64, "kernel", "boot.efi", "application/efi"},
+	} {
+		r := newRig(t)
+		r.arch = tt.arch
+		r.byMAC[macA] = window(tt.machine)
+		text := r.do("GET", addrA, "/boot/52-54-00-00-00-0a/script.ipxe").Body.String()
+		_, rest, _ := strings.Cut(text, tt.command+" ")
+		url := ""
+		for _, word := range strings.Fields(rest) {
+			if strings.HasPrefix(word, base) {
+				url = strings.TrimPrefix(word, base)
+				break
+			}
+		}
+		if !strings.HasSuffix(url, "/"+tt.file) {
+			t.Errorf("%s: script = %q, want %s of %s", name, text, tt.command, tt.file)
+			continue
+		}
+		w := r.do("GET", addrA, url, "Range", "bytes=2-3")
+		if w.Code != 206 || w.Body.String() != "ti" || w.Header().Get("Content-Type") != tt.kind {
+			t.Errorf("%s: Range of %s = %d %q %q, want two bytes of %s", name, url, w.Code, w.Body, w.Header().Get("Content-Type"), tt.kind)
+		}
+		if w := r.do("GET", addrB, url); w.Code != 403 {
+			t.Errorf("%s by another machine = %d, want 403", name, w.Code)
+		}
+		if w := r.do("GET", addrA, path.Dir(url)+"/vmlinuz"); w.Code != 404 {
+			t.Errorf("%s: the ramdisk's kernel = %d, want 404", name, w.Code)
+		}
+	}
+	r := newRig(t)
+	m := window(&pxev1.Machine{Action: pxev1.Action_ACTION_ISO, Purpose: "iso", Iso: &pxev1.Iso{Sha256: digest, Size: 8, Name: "rescue"}})
+	r.byMAC[macA] = m
+	url := r.h.ImageURL(base, macA, m, decide.HTTPISO)
+	if again := r.h.ImageURL(base, macA, m, decide.HTTPISO); again != url {
+		t.Errorf("ImageURL = %s, then %s, want the same for each packet", url, again)
+	}
+	if w := r.do("GET", addrA, strings.TrimPrefix(url, base)); w.Code != 200 || w.Body.String() != "artifact" {
+		t.Errorf("GET %s = %d %q, want the image", url, w.Code, w.Body)
+	}
+	if next := r.h.ImageURL(base, macA, m, decide.HTTPISO); next == url {
+		t.Error("ImageURL after a boot is the old one's")
+	}
+}
+
+// TestRanges are what loaders send; what they cannot mean gets the whole.
+func TestRanges(t *testing.T) {
+	r := newRig(t)
+	path := "/artifacts/" + digest
+	for _, tt := range []struct {
+		in   string
+		code int
+		want string
+	}{
+		{"bytes=0-", 206, "artifact"}, {"bytes=2-3", 206, "ti"}, {"bytes=6-600", 206, "ct"}, {"bytes=-3", 206, "act"},
+		{"bytes=4294967296-", 416, ""}, {"bytes=8-", 416, ""},
+		{"bytes=", 200, "artifact"}, {"bytes=a-b", 200, "artifact"}, {"0-3", 200, "artifact"}, {"bytes=0-1,3-4", 200, "artifact"}, {"bytes=-", 200, "artifact"},
+	} {
+		w := r.do("GET", addrA, path, "Range", tt.in)
+		if w.Code != tt.code || tt.want != "" && w.Body.String() != tt.want {
+			t.Errorf("Range %q = %d %q, want %d %q", tt.in, w.Code, w.Body, tt.code, tt.want)
+		}
+		if tt.code != 416 && w.Header().Get("Content-Length") == "" {
+			t.Errorf("Range %q: no Content-Length", tt.in)
+		}
+	}
+}
+
+// TestBase: URLs name the address that the client used.
+func TestBase(t *testing.T) {
+	local := &net.TCPAddr{IP: net.IPv4(10, 0, 0, 1), Port: 8080}
+	for host, want := range map[string]string{
+		"10.5.0.1": "http://10.5.0.1", "10.5.0.1:80": "http://10.5.0.1", "10.5.0.1:8080": "http://10.5.0.1:8080",
+		"evil.example": "http://10.0.0.1:8080", "": "http://10.0.0.1:8080", "10.0.0.1/x": "http://10.0.0.1:8080", "10.0.0.1:x": "http://10.0.0.1:8080",
+	} {
+		req := httptest.NewRequest("GET", "/", nil)
+		req.Host = host
+		req = req.WithContext(context.WithValue(req.Context(), http.LocalAddrContextKey, net.Addr(local)))
+		if got := baseOf(req); got != want {
+			t.Errorf("baseOf(%q) = %q, want %q", host, got, want)
+		}
+	}
+}
+
+func TestReturns(t *testing.T) {
+	r := newRig(t)
+	r.arch = decide.BIOS
+	var got []bool
+	for range 3 {
+		got = append(got, strings.Contains(r.do("GET", addrB, "/boot/52-54-00-00-00-0b/script.ipxe").Body.String(), "sanboot"))
+		r.now = r.now.Add(time.Minute)
+	}
+	if want := []bool{false, false, true}; !slices.Equal(got, want) {
+		t.Errorf("the first disk is booted directly: %v, want %v", got, want)
+	}
+}
+
+// counting is a connection that says what it was handed.
+type counting struct {
+	*net.TCPConn
+	files chan bool
+}
+
+func (c counting) ReadFrom(r io.Reader) (int64, error) {
+	l, ok := r.(*io.LimitedReader)
+	if ok {
+		_, ok = l.R.(*os.File)
+	}
+	c.files <- ok
+	return c.TCPConn.ReadFrom(r)
+}
+
+type countingListener struct {
+	net.Listener
+	files chan bool
+}
+
+func (l countingListener) Accept() (net.Conn, error) {
+	conn, err := l.Listener.Accept()
+	if err != nil {
+		return nil, err
+	}
+	return counting{conn.(*net.TCPConn), l.files}, nil
+}
+
+// TestSendfile: a plain file reaches the connection as a file, piece by piece, so
+// that the kernel can send it; the bytes are right.
+func TestSendfile(t *testing.T) {
+	dir := t.TempDir()
+	want := bytes.Repeat([]byte("0123456789abcdef"), 3*piece/16)
+	if err := os.MkdirAll(filepath.Join(dir, "ipxe"), 0o755); err != nil {
+		t.Fatal(err)
+	}
+	if err := os.WriteFile(filepath.Join(dir, files.UEFILoader), want, 0o644); err != nil {
+		t.Fatal(err)
+	}
+	r := newRig(t)
+	r.h.cfg.Files = files.Dir(dir)
+	r.h.cfg.Holder = func(netip.Addr) (string, bool) { return macA, true }
+	ln, err := net.Listen("tcp4", "127.0.0.1:0")
+	if err != nil {
+		t.Fatal(err)
+	}
+	handed := make(chan bool, 100)
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- Serve(ctx, countingListener{ln, handed}, r.h, slog.New(slog.DiscardHandler)) }()
+	resp, err := http.Get("http://" + ln.Addr().String() + "/boot/52-54-00-00-00-0a/snponly.efi")
+	if err != nil {
+		t.Fatal(err)
+	}
+	got, err := io.ReadAll(resp.Body)
+	resp.Body.Close()
+	if err != nil || !bytes.Equal(got, want) {
+		t.Errorf("%d bytes, %v, want the file's %d", len(got), err, len(want))
+	}
+	cancel()
+	if err := <-done; err != nil {
+		t.Error(err)
+	}
+	close(handed)
+	n := 0
+	for file := range handed {
+		if n++; !file {
+			t.Error("a piece was handed on as something else than a file")
+		}
+	}
+	if n < 3 {
+		t.Errorf("the connection was handed %d pieces, want at least 3", n)
+	}
+}
+
 func TestLocalDiskExits(t *testing.T) {
-	r := newRig()
+	r := newRig(t)
 	if w := r.do("GET", addrB, "/boot/52-54-00-00-00-0b/script.ipxe"); w.Code != 200 || !strings.Contains(w.Body.String(), "exit") || strings.Contains(w.Body.String(), "kernel") {
 		t.Errorf("script for local disk = %d %q, want one that exits", w.Code, w.Body)
 	}
 }
 
 func TestWindow(t *testing.T) {
-	r := newRig()
+	r := newRig(t)
 	prefix := r.begin(t)
 	// A new window: the boot of the old one gets no voucher of the new.
 	next := &pxev1.Machine{MachineId: "node_a", Macs: []string{macA}, Action: pxev1.Action_ACTION_RAMDISK, Purpose: "inspect", WindowId: "w2", WindowUntilMs: 2_000_000}
@@ -212,9 +493,9 @@ func TestWindow(t *testing.T) {
 }
 
 func TestFailuresAreTemporary(t *testing.T) {
-	r := newRig()
+	r := newRig(t)
 	prefix := r.begin(t)
-	r.h.cfg.Boot = func(context.Context, *pxev1.Machine) ([]byte, error) { return nil, errors.New("not enrolled") }
+	r.h.cfg.Boot = func(context.Context, Booting) ([]byte, error) { return nil, errors.New("not enrolled") }
 	r.h.cfg.Files = source{}
 	for _, path := range []string{prefix + "boot.img", prefix + "vmlinuz", prefix + "ramdisk.img"} {
 		if w := r.do("GET", addrA, path); w.Code != 503 || strings.Contains(w.Body.String(), "secret") {
@@ -227,7 +508,7 @@ func TestFailuresAreTemporary(t *testing.T) {
 }
 
 func TestBootsAreBounded(t *testing.T) {
-	r := newRig()
+	r := newRig(t)
 	first := r.begin(t)
 	for range 3 * perMachine {
 		r.now = r.now.Add(time.Second)
@@ -244,7 +525,7 @@ func TestBootsAreBounded(t *testing.T) {
 // TestStagesAreBounded has a machine fetch its script in a loop: not every time
 // is told of, and other machines' stages are.
 func TestStagesAreBounded(t *testing.T) {
-	r := newRig()
+	r := newRig(t)
 	for range 1000 {
 		r.do("GET", addrB, "/boot/52-54-00-00-00-0b/script.ipxe")
 	}
@@ -331,7 +612,7 @@ func FuzzPath(f *testing.F) {
 	f.Add("/boot/52-54-00-00-00-0a/script.ipxe")
 	f.Add("//artifacts//" + digest)
 	f.Add("/boot/52-54-00-00-00-0a/abc/boot.img")
-	r := newRig()
+	r := newRig(f)
 	f.Fuzz(func(t *testing.T, path string) {
 		w := r.do("GET", addrA, path)
 		if w.Code >= 300 && w.Code < 400 || r.minted != 0 {

@@ -4,6 +4,7 @@ import (
 	"context"
 	"errors"
 	"fmt"
+	"io"
 	"log"
 	"log/slog"
 	"net"
@@ -123,6 +124,37 @@ func (c *capped) give(host netip.Addr) {
 type cappedConn struct {
 	net.Conn
 	release func()
+}
+
+// piece is what must have been taken before the stall time-out.
+const piece = 1 << 20
+
+// ReadFrom hands what r has to the connection, by the kernel where r is a file:
+// piece by piece, each with its own deadline.
+func (c *cappedConn) ReadFrom(r io.Reader) (n int64, err error) {
+	to, ok := c.Conn.(io.ReaderFrom)
+	if !ok {
+		return io.Copy(struct{ io.Writer }{c.Conn}, r)
+	}
+	// net/http bounds a response this way; the kernel's copy knows only a file in one
+	// such bound.
+	left := int64(1<<63 - 1)
+	if l, ok := r.(*io.LimitedReader); ok {
+		r, left = l.R, l.N
+		defer func() { l.N -= n }()
+	}
+	for left > 0 {
+		if err := c.SetWriteDeadline(time.Now().Add(stallTimeout)); err != nil {
+			return n, err
+		}
+		want := min(left, piece)
+		m, err := to.ReadFrom(&io.LimitedReader{R: r, N: want})
+		n, left = n+m, left-m
+		if err != nil || m < want {
+			return n, err
+		}
+	}
+	return n, nil
 }
 
 func (c *cappedConn) Close() error {

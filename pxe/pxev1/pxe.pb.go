@@ -31,6 +31,12 @@ const (
 	Action_ACTION_LOCAL_DISK Action = 1
 	// Boot the ramdisk agent.
 	Action_ACTION_RAMDISK Action = 2
+	// Boot a kernel and its initrd of the artifacts.
+	Action_ACTION_KERNEL Action = 3
+	// Boot a unified kernel image of the artifacts; UEFI only.
+	Action_ACTION_UKI Action = 4
+	// Boot a disc image of the artifacts: sanboot, or UEFI HTTP boot into memory.
+	Action_ACTION_ISO Action = 5
 )
 
 // Enum value maps for Action.
@@ -39,11 +45,17 @@ var (
 		0: "ACTION_UNSPECIFIED",
 		1: "ACTION_LOCAL_DISK",
 		2: "ACTION_RAMDISK",
+		3: "ACTION_KERNEL",
+		4: "ACTION_UKI",
+		5: "ACTION_ISO",
 	}
 	Action_value = map[string]int32{
 		"ACTION_UNSPECIFIED": 0,
 		"ACTION_LOCAL_DISK":  1,
 		"ACTION_RAMDISK":     2,
+		"ACTION_KERNEL":      3,
+		"ACTION_UKI":         4,
+		"ACTION_ISO":         5,
 	}
 )
 
@@ -74,18 +86,209 @@ func (Action) EnumDescriptor() ([]byte, []int) {
 	return file_pxe_pxev1_pxe_proto_rawDescGZIP(), []int{0}
 }
 
+// IsoClass is what a disc image needs once its kernel runs: then the firmware's
+// disc is gone.
+type IsoClass int32
+
+const (
+	IsoClass_ISO_CLASS_UNSPECIFIED IsoClass = 0
+	// All that it needs is in memory by then.
+	IsoClass_ISO_CLASS_SELF_CONTAINED IsoClass = 1
+	// It fetches itself again from the URL that the command line or its own
+	// network setup tells it.
+	IsoClass_ISO_CLASS_REFETCHES IsoClass = 2
+	// It looks for its disc, and finds it only on a real or virtual drive.
+	IsoClass_ISO_CLASS_NEEDS_DRIVE IsoClass = 3
+)
+
+// Enum value maps for IsoClass.
+var (
+	IsoClass_name = map[int32]string{
+		0: "ISO_CLASS_UNSPECIFIED",
+		1: "ISO_CLASS_SELF_CONTAINED",
+		2: "ISO_CLASS_REFETCHES",
+		3: "ISO_CLASS_NEEDS_DRIVE",
+	}
+	IsoClass_value = map[string]int32{
+		"ISO_CLASS_UNSPECIFIED":    0,
+		"ISO_CLASS_SELF_CONTAINED": 1,
+		"ISO_CLASS_REFETCHES":      2,
+		"ISO_CLASS_NEEDS_DRIVE":    3,
+	}
+)
+
+func (x IsoClass) Enum() *IsoClass {
+	p := new(IsoClass)
+	*p = x
+	return p
+}
+
+func (x IsoClass) String() string {
+	return protoimpl.X.EnumStringOf(x.Descriptor(), protoreflect.EnumNumber(x))
+}
+
+func (IsoClass) Descriptor() protoreflect.EnumDescriptor {
+	return file_pxe_pxev1_pxe_proto_enumTypes[1].Descriptor()
+}
+
+func (IsoClass) Type() protoreflect.EnumType {
+	return &file_pxe_pxev1_pxe_proto_enumTypes[1]
+}
+
+func (x IsoClass) Number() protoreflect.EnumNumber {
+	return protoreflect.EnumNumber(x)
+}
+
+// Deprecated: Use IsoClass.Descriptor instead.
+func (IsoClass) EnumDescriptor() ([]byte, []int) {
+	return file_pxe_pxev1_pxe_proto_rawDescGZIP(), []int{1}
+}
+
+type Iso struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Hex SHA-256 and size in bytes of the stored image.
+	Sha256 string `protobuf:"bytes,1,opt,name=sha256,proto3" json:"sha256,omitempty"`
+	Size   uint64 `protobuf:"varint,2,opt,name=size,proto3" json:"size,omitempty"`
+	// The catalog's name for it.
+	Name          string   `protobuf:"bytes,3,opt,name=name,proto3" json:"name,omitempty"`
+	Class         IsoClass `protobuf:"varint,4,opt,name=class,proto3,enum=bettercompute.pxe.v1.IsoClass" json:"class,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Iso) Reset() {
+	*x = Iso{}
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[0]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Iso) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Iso) ProtoMessage() {}
+
+func (x *Iso) ProtoReflect() protoreflect.Message {
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[0]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Iso.ProtoReflect.Descriptor instead.
+func (*Iso) Descriptor() ([]byte, []int) {
+	return file_pxe_pxev1_pxe_proto_rawDescGZIP(), []int{0}
+}
+
+func (x *Iso) GetSha256() string {
+	if x != nil {
+		return x.Sha256
+	}
+	return ""
+}
+
+func (x *Iso) GetSize() uint64 {
+	if x != nil {
+		return x.Size
+	}
+	return 0
+}
+
+func (x *Iso) GetName() string {
+	if x != nil {
+		return x.Name
+	}
+	return ""
+}
+
+func (x *Iso) GetClass() IsoClass {
+	if x != nil {
+		return x.Class
+	}
+	return IsoClass_ISO_CLASS_UNSPECIFIED
+}
+
+// Kernel is what ACTION_KERNEL and ACTION_UKI boot, by hex SHA-256.
+type Kernel struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// The kernel, or the unified kernel image.
+	Sha256        string `protobuf:"bytes,1,opt,name=sha256,proto3" json:"sha256,omitempty"`
+	InitrdSha256  string `protobuf:"bytes,2,opt,name=initrd_sha256,json=initrdSha256,proto3" json:"initrd_sha256,omitempty"`
+	Cmdline       string `protobuf:"bytes,3,opt,name=cmdline,proto3" json:"cmdline,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Kernel) Reset() {
+	*x = Kernel{}
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[1]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Kernel) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Kernel) ProtoMessage() {}
+
+func (x *Kernel) ProtoReflect() protoreflect.Message {
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[1]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Kernel.ProtoReflect.Descriptor instead.
+func (*Kernel) Descriptor() ([]byte, []int) {
+	return file_pxe_pxev1_pxe_proto_rawDescGZIP(), []int{1}
+}
+
+func (x *Kernel) GetSha256() string {
+	if x != nil {
+		return x.Sha256
+	}
+	return ""
+}
+
+func (x *Kernel) GetInitrdSha256() string {
+	if x != nil {
+		return x.InitrdSha256
+	}
+	return ""
+}
+
+func (x *Kernel) GetCmdline() string {
+	if x != nil {
+		return x.Cmdline
+	}
+	return ""
+}
+
 // AssignRequest replaces the site's snapshot when its version is higher.
 type AssignRequest struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Version       uint64                 `protobuf:"varint,1,opt,name=version,proto3" json:"version,omitempty"`
 	Machines      []*Machine             `protobuf:"bytes,2,rep,name=machines,proto3" json:"machines,omitempty"`
+	Unknown       *Unknown               `protobuf:"bytes,3,opt,name=unknown,proto3" json:"unknown,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *AssignRequest) Reset() {
 	*x = AssignRequest{}
-	mi := &file_pxe_pxev1_pxe_proto_msgTypes[0]
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[2]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -97,7 +300,7 @@ func (x *AssignRequest) String() string {
 func (*AssignRequest) ProtoMessage() {}
 
 func (x *AssignRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_pxe_pxev1_pxe_proto_msgTypes[0]
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[2]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -110,7 +313,7 @@ func (x *AssignRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AssignRequest.ProtoReflect.Descriptor instead.
 func (*AssignRequest) Descriptor() ([]byte, []int) {
-	return file_pxe_pxev1_pxe_proto_rawDescGZIP(), []int{0}
+	return file_pxe_pxev1_pxe_proto_rawDescGZIP(), []int{2}
 }
 
 func (x *AssignRequest) GetVersion() uint64 {
@@ -127,6 +330,138 @@ func (x *AssignRequest) GetMachines() []*Machine {
 	return nil
 }
 
+func (x *AssignRequest) GetUnknown() *Unknown {
+	if x != nil {
+		return x.Unknown
+	}
+	return nil
+}
+
+// Unknown is what machines get that no snapshot names; absent: nothing.
+type Unknown struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Inspect boots them into the ramdisk, with purpose "inspect" and no more.
+	Inspect bool `protobuf:"varint,1,opt,name=inspect,proto3" json:"inspect,omitempty"`
+	// The window of their vouchers.
+	WindowId      string `protobuf:"bytes,2,opt,name=window_id,json=windowId,proto3" json:"window_id,omitempty"`
+	WindowUntilMs int64  `protobuf:"varint,3,opt,name=window_until_ms,json=windowUntilMs,proto3" json:"window_until_ms,omitempty"`
+	// If there is any, only these are inspected.
+	Expected      []*Expected `protobuf:"bytes,4,rep,name=expected,proto3" json:"expected,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Unknown) Reset() {
+	*x = Unknown{}
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[3]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Unknown) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Unknown) ProtoMessage() {}
+
+func (x *Unknown) ProtoReflect() protoreflect.Message {
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[3]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Unknown.ProtoReflect.Descriptor instead.
+func (*Unknown) Descriptor() ([]byte, []int) {
+	return file_pxe_pxev1_pxe_proto_rawDescGZIP(), []int{3}
+}
+
+func (x *Unknown) GetInspect() bool {
+	if x != nil {
+		return x.Inspect
+	}
+	return false
+}
+
+func (x *Unknown) GetWindowId() string {
+	if x != nil {
+		return x.WindowId
+	}
+	return ""
+}
+
+func (x *Unknown) GetWindowUntilMs() int64 {
+	if x != nil {
+		return x.WindowUntilMs
+	}
+	return 0
+}
+
+func (x *Unknown) GetExpected() []*Expected {
+	if x != nil {
+		return x.Expected
+	}
+	return nil
+}
+
+// Expected is a machine that is awaited: any of the fields that is set matches.
+type Expected struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Mac           string                 `protobuf:"bytes,1,opt,name=mac,proto3" json:"mac,omitempty"`
+	ProductUuid   string                 `protobuf:"bytes,2,opt,name=product_uuid,json=productUuid,proto3" json:"product_uuid,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Expected) Reset() {
+	*x = Expected{}
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[4]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Expected) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Expected) ProtoMessage() {}
+
+func (x *Expected) ProtoReflect() protoreflect.Message {
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[4]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Expected.ProtoReflect.Descriptor instead.
+func (*Expected) Descriptor() ([]byte, []int) {
+	return file_pxe_pxev1_pxe_proto_rawDescGZIP(), []int{4}
+}
+
+func (x *Expected) GetMac() string {
+	if x != nil {
+		return x.Mac
+	}
+	return ""
+}
+
+func (x *Expected) GetProductUuid() string {
+	if x != nil {
+		return x.ProductUuid
+	}
+	return ""
+}
+
 type Machine struct {
 	state     protoimpl.MessageState `protogen:"open.v1"`
 	MachineId string                 `protobuf:"bytes,1,opt,name=machine_id,json=machineId,proto3" json:"machine_id,omitempty"`
@@ -134,7 +469,8 @@ type Machine struct {
 	// Lower-case, colon-separated; at least one.
 	Macs   []string `protobuf:"bytes,3,rep,name=macs,proto3" json:"macs,omitempty"`
 	Action Action   `protobuf:"varint,4,opt,name=action,proto3,enum=bettercompute.pxe.v1.Action" json:"action,omitempty"`
-	// "inspect" or "deploy"; empty for local disk.
+	// "inspect", "deploy" or "wipe" for the ramdisk, "iso" for a disc image, "boot" for
+	// a kernel; empty for local disk.
 	Purpose string `protobuf:"bytes,5,opt,name=purpose,proto3" json:"purpose,omitempty"`
 	// The boot window: vouchers are signed for it and only until it ends.
 	WindowId      string `protobuf:"bytes,6,opt,name=window_id,json=windowId,proto3" json:"window_id,omitempty"`
@@ -143,14 +479,26 @@ type Machine struct {
 	Artifacts []string `protobuf:"bytes,8,rep,name=artifacts,proto3" json:"artifacts,omitempty"`
 	// Whether changing it from local disk always needs people's grants. It is kept
 	// by the box: only a command that a grant covers takes it away.
-	Protected     bool `protobuf:"varint,9,opt,name=protected,proto3" json:"protected,omitempty"`
+	Protected bool `protobuf:"varint,9,opt,name=protected,proto3" json:"protected,omitempty"`
+	// The IPv4 address that is reserved for it; empty: one of the pool.
+	Address string `protobuf:"bytes,10,opt,name=address,proto3" json:"address,omitempty"`
+	// The iPXE that UEFI firmware gets: "" or "snponly" for the one that uses the
+	// firmware's network driver, "ipxe" for the one with drivers of its own.
+	Loader string `protobuf:"bytes,11,opt,name=loader,proto3" json:"loader,omitempty"`
+	// How often it may boot in this window before it is left to its disk; 0: the
+	// box's own bound.
+	MaxBoots uint32  `protobuf:"varint,12,opt,name=max_boots,json=maxBoots,proto3" json:"max_boots,omitempty"`
+	Iso      *Iso    `protobuf:"bytes,13,opt,name=iso,proto3" json:"iso,omitempty"`
+	Kernel   *Kernel `protobuf:"bytes,14,opt,name=kernel,proto3" json:"kernel,omitempty"`
+	// An encoded SignedAssignment, handed on to the ramdisk.
+	Assignment    []byte `protobuf:"bytes,15,opt,name=assignment,proto3" json:"assignment,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Machine) Reset() {
 	*x = Machine{}
-	mi := &file_pxe_pxev1_pxe_proto_msgTypes[1]
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[5]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -162,7 +510,7 @@ func (x *Machine) String() string {
 func (*Machine) ProtoMessage() {}
 
 func (x *Machine) ProtoReflect() protoreflect.Message {
-	mi := &file_pxe_pxev1_pxe_proto_msgTypes[1]
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[5]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -175,7 +523,7 @@ func (x *Machine) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Machine.ProtoReflect.Descriptor instead.
 func (*Machine) Descriptor() ([]byte, []int) {
-	return file_pxe_pxev1_pxe_proto_rawDescGZIP(), []int{1}
+	return file_pxe_pxev1_pxe_proto_rawDescGZIP(), []int{5}
 }
 
 func (x *Machine) GetMachineId() string {
@@ -241,6 +589,532 @@ func (x *Machine) GetProtected() bool {
 	return false
 }
 
+func (x *Machine) GetAddress() string {
+	if x != nil {
+		return x.Address
+	}
+	return ""
+}
+
+func (x *Machine) GetLoader() string {
+	if x != nil {
+		return x.Loader
+	}
+	return ""
+}
+
+func (x *Machine) GetMaxBoots() uint32 {
+	if x != nil {
+		return x.MaxBoots
+	}
+	return 0
+}
+
+func (x *Machine) GetIso() *Iso {
+	if x != nil {
+		return x.Iso
+	}
+	return nil
+}
+
+func (x *Machine) GetKernel() *Kernel {
+	if x != nil {
+		return x.Kernel
+	}
+	return nil
+}
+
+func (x *Machine) GetAssignment() []byte {
+	if x != nil {
+		return x.Assignment
+	}
+	return nil
+}
+
+// Assignment is what one machine's ramdisk is there for. The gateway signs it with
+// the command key: whoever boots the machine cannot widen its purpose.
+type Assignment struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	MachineId     string                 `protobuf:"bytes,1,opt,name=machine_id,json=machineId,proto3" json:"machine_id,omitempty"`
+	Purpose       string                 `protobuf:"bytes,2,opt,name=purpose,proto3" json:"purpose,omitempty"`
+	WindowId      string                 `protobuf:"bytes,3,opt,name=window_id,json=windowId,proto3" json:"window_id,omitempty"`
+	WindowUntilMs int64                  `protobuf:"varint,4,opt,name=window_until_ms,json=windowUntilMs,proto3" json:"window_until_ms,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Assignment) Reset() {
+	*x = Assignment{}
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[6]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Assignment) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Assignment) ProtoMessage() {}
+
+func (x *Assignment) ProtoReflect() protoreflect.Message {
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[6]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Assignment.ProtoReflect.Descriptor instead.
+func (*Assignment) Descriptor() ([]byte, []int) {
+	return file_pxe_pxev1_pxe_proto_rawDescGZIP(), []int{6}
+}
+
+func (x *Assignment) GetMachineId() string {
+	if x != nil {
+		return x.MachineId
+	}
+	return ""
+}
+
+func (x *Assignment) GetPurpose() string {
+	if x != nil {
+		return x.Purpose
+	}
+	return ""
+}
+
+func (x *Assignment) GetWindowId() string {
+	if x != nil {
+		return x.WindowId
+	}
+	return ""
+}
+
+func (x *Assignment) GetWindowUntilMs() int64 {
+	if x != nil {
+		return x.WindowUntilMs
+	}
+	return 0
+}
+
+type SignedAssignment struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// An encoded Assignment; the signature is Ed25519 over
+	// "bettercompute.assignment.v1\0" and these bytes.
+	Payload       []byte `protobuf:"bytes,1,opt,name=payload,proto3" json:"payload,omitempty"`
+	KeyId         []byte `protobuf:"bytes,2,opt,name=key_id,json=keyId,proto3" json:"key_id,omitempty"`
+	Signature     []byte `protobuf:"bytes,3,opt,name=signature,proto3" json:"signature,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SignedAssignment) Reset() {
+	*x = SignedAssignment{}
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[7]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SignedAssignment) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SignedAssignment) ProtoMessage() {}
+
+func (x *SignedAssignment) ProtoReflect() protoreflect.Message {
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[7]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SignedAssignment.ProtoReflect.Descriptor instead.
+func (*SignedAssignment) Descriptor() ([]byte, []int) {
+	return file_pxe_pxev1_pxe_proto_rawDescGZIP(), []int{7}
+}
+
+func (x *SignedAssignment) GetPayload() []byte {
+	if x != nil {
+		return x.Payload
+	}
+	return nil
+}
+
+func (x *SignedAssignment) GetKeyId() []byte {
+	if x != nil {
+		return x.KeyId
+	}
+	return nil
+}
+
+func (x *SignedAssignment) GetSignature() []byte {
+	if x != nil {
+		return x.Signature
+	}
+	return nil
+}
+
+// ExplainRequest is a pxe.explain command: what would this machine get, and why.
+type ExplainRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Any spelling of six bytes.
+	Mac           string `protobuf:"bytes,1,opt,name=mac,proto3" json:"mac,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ExplainRequest) Reset() {
+	*x = ExplainRequest{}
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[8]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ExplainRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ExplainRequest) ProtoMessage() {}
+
+func (x *ExplainRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[8]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ExplainRequest.ProtoReflect.Descriptor instead.
+func (*ExplainRequest) Descriptor() ([]byte, []int) {
+	return file_pxe_pxev1_pxe_proto_rawDescGZIP(), []int{8}
+}
+
+func (x *ExplainRequest) GetMac() string {
+	if x != nil {
+		return x.Mac
+	}
+	return ""
+}
+
+type ExplainResult struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	Mac   string                 `protobuf:"bytes,1,opt,name=mac,proto3" json:"mac,omitempty"`
+	// Empty for a machine that no snapshot names.
+	MachineId string `protobuf:"bytes,2,opt,name=machine_id,json=machineId,proto3" json:"machine_id,omitempty"`
+	// What each kind of firmware would get now.
+	Answers []*Answer `protobuf:"bytes,3,rep,name=answers,proto3" json:"answers,omitempty"`
+	// The attempts of the last hour, oldest first.
+	Attempts []*Attempt `protobuf:"bytes,4,rep,name=attempts,proto3" json:"attempts,omitempty"`
+	// What the last attempt waits for, for people.
+	WaitsFor string `protobuf:"bytes,5,opt,name=waits_for,json=waitsFor,proto3" json:"waits_for,omitempty"`
+	// The last lines that it sent to the box's syslog.
+	Syslog        []string `protobuf:"bytes,6,rep,name=syslog,proto3" json:"syslog,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ExplainResult) Reset() {
+	*x = ExplainResult{}
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[9]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ExplainResult) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ExplainResult) ProtoMessage() {}
+
+func (x *ExplainResult) ProtoReflect() protoreflect.Message {
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[9]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ExplainResult.ProtoReflect.Descriptor instead.
+func (*ExplainResult) Descriptor() ([]byte, []int) {
+	return file_pxe_pxev1_pxe_proto_rawDescGZIP(), []int{9}
+}
+
+func (x *ExplainResult) GetMac() string {
+	if x != nil {
+		return x.Mac
+	}
+	return ""
+}
+
+func (x *ExplainResult) GetMachineId() string {
+	if x != nil {
+		return x.MachineId
+	}
+	return ""
+}
+
+func (x *ExplainResult) GetAnswers() []*Answer {
+	if x != nil {
+		return x.Answers
+	}
+	return nil
+}
+
+func (x *ExplainResult) GetAttempts() []*Attempt {
+	if x != nil {
+		return x.Attempts
+	}
+	return nil
+}
+
+func (x *ExplainResult) GetWaitsFor() string {
+	if x != nil {
+		return x.WaitsFor
+	}
+	return ""
+}
+
+func (x *ExplainResult) GetSyslog() []string {
+	if x != nil {
+		return x.Syslog
+	}
+	return nil
+}
+
+// Answer is what a client would be given.
+type Answer struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// "dhcp", "tftp" or "http".
+	Protocol string `protobuf:"bytes,1,opt,name=protocol,proto3" json:"protocol,omitempty"`
+	Client   string `protobuf:"bytes,2,opt,name=client,proto3" json:"client,omitempty"`
+	Action   string `protobuf:"bytes,3,opt,name=action,proto3" json:"action,omitempty"`
+	// The file name or URL, without the token of a boot.
+	File          string `protobuf:"bytes,4,opt,name=file,proto3" json:"file,omitempty"`
+	Reason        string `protobuf:"bytes,5,opt,name=reason,proto3" json:"reason,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Answer) Reset() {
+	*x = Answer{}
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[10]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Answer) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Answer) ProtoMessage() {}
+
+func (x *Answer) ProtoReflect() protoreflect.Message {
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[10]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Answer.ProtoReflect.Descriptor instead.
+func (*Answer) Descriptor() ([]byte, []int) {
+	return file_pxe_pxev1_pxe_proto_rawDescGZIP(), []int{10}
+}
+
+func (x *Answer) GetProtocol() string {
+	if x != nil {
+		return x.Protocol
+	}
+	return ""
+}
+
+func (x *Answer) GetClient() string {
+	if x != nil {
+		return x.Client
+	}
+	return ""
+}
+
+func (x *Answer) GetAction() string {
+	if x != nil {
+		return x.Action
+	}
+	return ""
+}
+
+func (x *Answer) GetFile() string {
+	if x != nil {
+		return x.File
+	}
+	return ""
+}
+
+func (x *Answer) GetReason() string {
+	if x != nil {
+		return x.Reason
+	}
+	return ""
+}
+
+// Attempt is one boot from its first DISCOVER on.
+type Attempt struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	BeganMs       int64                  `protobuf:"varint,1,opt,name=began_ms,json=beganMs,proto3" json:"began_ms,omitempty"`
+	Mac           string                 `protobuf:"bytes,2,opt,name=mac,proto3" json:"mac,omitempty"`
+	Interface     string                 `protobuf:"bytes,3,opt,name=interface,proto3" json:"interface,omitempty"`
+	Steps         []*Step                `protobuf:"bytes,4,rep,name=steps,proto3" json:"steps,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Attempt) Reset() {
+	*x = Attempt{}
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[11]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Attempt) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Attempt) ProtoMessage() {}
+
+func (x *Attempt) ProtoReflect() protoreflect.Message {
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[11]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Attempt.ProtoReflect.Descriptor instead.
+func (*Attempt) Descriptor() ([]byte, []int) {
+	return file_pxe_pxev1_pxe_proto_rawDescGZIP(), []int{11}
+}
+
+func (x *Attempt) GetBeganMs() int64 {
+	if x != nil {
+		return x.BeganMs
+	}
+	return 0
+}
+
+func (x *Attempt) GetMac() string {
+	if x != nil {
+		return x.Mac
+	}
+	return ""
+}
+
+func (x *Attempt) GetInterface() string {
+	if x != nil {
+		return x.Interface
+	}
+	return ""
+}
+
+func (x *Attempt) GetSteps() []*Step {
+	if x != nil {
+		return x.Steps
+	}
+	return nil
+}
+
+type Step struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	AtMs  int64                  `protobuf:"varint,1,opt,name=at_ms,json=atMs,proto3" json:"at_ms,omitempty"`
+	// dhcp, tftp, http-loader, script, kernel, initrd, boot, iso, progress, done
+	Stage         string `protobuf:"bytes,2,opt,name=stage,proto3" json:"stage,omitempty"`
+	Client        string `protobuf:"bytes,3,opt,name=client,proto3" json:"client,omitempty"`
+	Detail        string `protobuf:"bytes,4,opt,name=detail,proto3" json:"detail,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *Step) Reset() {
+	*x = Step{}
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[12]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *Step) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*Step) ProtoMessage() {}
+
+func (x *Step) ProtoReflect() protoreflect.Message {
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[12]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use Step.ProtoReflect.Descriptor instead.
+func (*Step) Descriptor() ([]byte, []int) {
+	return file_pxe_pxev1_pxe_proto_rawDescGZIP(), []int{12}
+}
+
+func (x *Step) GetAtMs() int64 {
+	if x != nil {
+		return x.AtMs
+	}
+	return 0
+}
+
+func (x *Step) GetStage() string {
+	if x != nil {
+		return x.Stage
+	}
+	return ""
+}
+
+func (x *Step) GetClient() string {
+	if x != nil {
+		return x.Client
+	}
+	return ""
+}
+
+func (x *Step) GetDetail() string {
+	if x != nil {
+		return x.Detail
+	}
+	return ""
+}
+
 type AssignResult struct {
 	state protoimpl.MessageState `protogen:"open.v1"`
 	// The version in force after the command.
@@ -251,7 +1125,7 @@ type AssignResult struct {
 
 func (x *AssignResult) Reset() {
 	*x = AssignResult{}
-	mi := &file_pxe_pxev1_pxe_proto_msgTypes[2]
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[13]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -263,7 +1137,7 @@ func (x *AssignResult) String() string {
 func (*AssignResult) ProtoMessage() {}
 
 func (x *AssignResult) ProtoReflect() protoreflect.Message {
-	mi := &file_pxe_pxev1_pxe_proto_msgTypes[2]
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[13]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -276,7 +1150,7 @@ func (x *AssignResult) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use AssignResult.ProtoReflect.Descriptor instead.
 func (*AssignResult) Descriptor() ([]byte, []int) {
-	return file_pxe_pxev1_pxe_proto_rawDescGZIP(), []int{2}
+	return file_pxe_pxev1_pxe_proto_rawDescGZIP(), []int{13}
 }
 
 func (x *AssignResult) GetVersion() uint64 {
@@ -290,10 +1164,28 @@ var File_pxe_pxev1_pxe_proto protoreflect.FileDescriptor
 
 const file_pxe_pxev1_pxe_proto_rawDesc = "" +
 	"\n" +
-	"\x13pxe/pxev1/pxe.proto\x12\x14bettercompute.pxe.v1\"d\n" +
+	"\x13pxe/pxev1/pxe.proto\x12\x14bettercompute.pxe.v1\"{\n" +
+	"\x03Iso\x12\x16\n" +
+	"\x06sha256\x18\x01 \x01(\tR\x06sha256\x12\x12\n" +
+	"\x04size\x18\x02 \x01(\x04R\x04size\x12\x12\n" +
+	"\x04name\x18\x03 \x01(\tR\x04name\x124\n" +
+	"\x05class\x18\x04 \x01(\x0e2\x1e.bettercompute.pxe.v1.IsoClassR\x05class\"_\n" +
+	"\x06Kernel\x12\x16\n" +
+	"\x06sha256\x18\x01 \x01(\tR\x06sha256\x12#\n" +
+	"\rinitrd_sha256\x18\x02 \x01(\tR\finitrdSha256\x12\x18\n" +
+	"\acmdline\x18\x03 \x01(\tR\acmdline\"\x9d\x01\n" +
 	"\rAssignRequest\x12\x18\n" +
 	"\aversion\x18\x01 \x01(\x04R\aversion\x129\n" +
-	"\bmachines\x18\x02 \x03(\v2\x1d.bettercompute.pxe.v1.MachineR\bmachines\"\xa1\x02\n" +
+	"\bmachines\x18\x02 \x03(\v2\x1d.bettercompute.pxe.v1.MachineR\bmachines\x127\n" +
+	"\aunknown\x18\x03 \x01(\v2\x1d.bettercompute.pxe.v1.UnknownR\aunknown\"\xa4\x01\n" +
+	"\aUnknown\x12\x18\n" +
+	"\ainspect\x18\x01 \x01(\bR\ainspect\x12\x1b\n" +
+	"\twindow_id\x18\x02 \x01(\tR\bwindowId\x12&\n" +
+	"\x0fwindow_until_ms\x18\x03 \x01(\x03R\rwindowUntilMs\x12:\n" +
+	"\bexpected\x18\x04 \x03(\v2\x1e.bettercompute.pxe.v1.ExpectedR\bexpected\"?\n" +
+	"\bExpected\x12\x10\n" +
+	"\x03mac\x18\x01 \x01(\tR\x03mac\x12!\n" +
+	"\fproduct_uuid\x18\x02 \x01(\tR\vproductUuid\"\xf3\x03\n" +
 	"\aMachine\x12\x1d\n" +
 	"\n" +
 	"machine_id\x18\x01 \x01(\tR\tmachineId\x12\x12\n" +
@@ -304,13 +1196,69 @@ const file_pxe_pxev1_pxe_proto_rawDesc = "" +
 	"\twindow_id\x18\x06 \x01(\tR\bwindowId\x12&\n" +
 	"\x0fwindow_until_ms\x18\a \x01(\x03R\rwindowUntilMs\x12\x1c\n" +
 	"\tartifacts\x18\b \x03(\tR\tartifacts\x12\x1c\n" +
-	"\tprotected\x18\t \x01(\bR\tprotected\"(\n" +
+	"\tprotected\x18\t \x01(\bR\tprotected\x12\x18\n" +
+	"\aaddress\x18\n" +
+	" \x01(\tR\aaddress\x12\x16\n" +
+	"\x06loader\x18\v \x01(\tR\x06loader\x12\x1b\n" +
+	"\tmax_boots\x18\f \x01(\rR\bmaxBoots\x12+\n" +
+	"\x03iso\x18\r \x01(\v2\x19.bettercompute.pxe.v1.IsoR\x03iso\x124\n" +
+	"\x06kernel\x18\x0e \x01(\v2\x1c.bettercompute.pxe.v1.KernelR\x06kernel\x12\x1e\n" +
+	"\n" +
+	"assignment\x18\x0f \x01(\fR\n" +
+	"assignment\"\x8a\x01\n" +
+	"\n" +
+	"Assignment\x12\x1d\n" +
+	"\n" +
+	"machine_id\x18\x01 \x01(\tR\tmachineId\x12\x18\n" +
+	"\apurpose\x18\x02 \x01(\tR\apurpose\x12\x1b\n" +
+	"\twindow_id\x18\x03 \x01(\tR\bwindowId\x12&\n" +
+	"\x0fwindow_until_ms\x18\x04 \x01(\x03R\rwindowUntilMs\"a\n" +
+	"\x10SignedAssignment\x12\x18\n" +
+	"\apayload\x18\x01 \x01(\fR\apayload\x12\x15\n" +
+	"\x06key_id\x18\x02 \x01(\fR\x05keyId\x12\x1c\n" +
+	"\tsignature\x18\x03 \x01(\fR\tsignature\"\"\n" +
+	"\x0eExplainRequest\x12\x10\n" +
+	"\x03mac\x18\x01 \x01(\tR\x03mac\"\xe8\x01\n" +
+	"\rExplainResult\x12\x10\n" +
+	"\x03mac\x18\x01 \x01(\tR\x03mac\x12\x1d\n" +
+	"\n" +
+	"machine_id\x18\x02 \x01(\tR\tmachineId\x126\n" +
+	"\aanswers\x18\x03 \x03(\v2\x1c.bettercompute.pxe.v1.AnswerR\aanswers\x129\n" +
+	"\battempts\x18\x04 \x03(\v2\x1d.bettercompute.pxe.v1.AttemptR\battempts\x12\x1b\n" +
+	"\twaits_for\x18\x05 \x01(\tR\bwaitsFor\x12\x16\n" +
+	"\x06syslog\x18\x06 \x03(\tR\x06syslog\"\x80\x01\n" +
+	"\x06Answer\x12\x1a\n" +
+	"\bprotocol\x18\x01 \x01(\tR\bprotocol\x12\x16\n" +
+	"\x06client\x18\x02 \x01(\tR\x06client\x12\x16\n" +
+	"\x06action\x18\x03 \x01(\tR\x06action\x12\x12\n" +
+	"\x04file\x18\x04 \x01(\tR\x04file\x12\x16\n" +
+	"\x06reason\x18\x05 \x01(\tR\x06reason\"\x86\x01\n" +
+	"\aAttempt\x12\x19\n" +
+	"\bbegan_ms\x18\x01 \x01(\x03R\abeganMs\x12\x10\n" +
+	"\x03mac\x18\x02 \x01(\tR\x03mac\x12\x1c\n" +
+	"\tinterface\x18\x03 \x01(\tR\tinterface\x120\n" +
+	"\x05steps\x18\x04 \x03(\v2\x1a.bettercompute.pxe.v1.StepR\x05steps\"a\n" +
+	"\x04Step\x12\x13\n" +
+	"\x05at_ms\x18\x01 \x01(\x03R\x04atMs\x12\x14\n" +
+	"\x05stage\x18\x02 \x01(\tR\x05stage\x12\x16\n" +
+	"\x06client\x18\x03 \x01(\tR\x06client\x12\x16\n" +
+	"\x06detail\x18\x04 \x01(\tR\x06detail\"(\n" +
 	"\fAssignResult\x12\x18\n" +
-	"\aversion\x18\x01 \x01(\x04R\aversion*K\n" +
+	"\aversion\x18\x01 \x01(\x04R\aversion*~\n" +
 	"\x06Action\x12\x16\n" +
 	"\x12ACTION_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11ACTION_LOCAL_DISK\x10\x01\x12\x12\n" +
-	"\x0eACTION_RAMDISK\x10\x02B:Z8github.com/better-compute/site-appliance/pxe/pxev1;pxev1b\x06proto3"
+	"\x0eACTION_RAMDISK\x10\x02\x12\x11\n" +
+	"\rACTION_KERNEL\x10\x03\x12\x0e\n" +
+	"\n" +
+	"ACTION_UKI\x10\x04\x12\x0e\n" +
+	"\n" +
+	"ACTION_ISO\x10\x05*w\n" +
+	"\bIsoClass\x12\x19\n" +
+	"\x15ISO_CLASS_UNSPECIFIED\x10\x00\x12\x1c\n" +
+	"\x18ISO_CLASS_SELF_CONTAINED\x10\x01\x12\x17\n" +
+	"\x13ISO_CLASS_REFETCHES\x10\x02\x12\x19\n" +
+	"\x15ISO_CLASS_NEEDS_DRIVE\x10\x03B:Z8github.com/better-compute/site-appliance/pxe/pxev1;pxev1b\x06proto3"
 
 var (
 	file_pxe_pxev1_pxe_proto_rawDescOnce sync.Once
@@ -324,22 +1272,42 @@ func file_pxe_pxev1_pxe_proto_rawDescGZIP() []byte {
 	return file_pxe_pxev1_pxe_proto_rawDescData
 }
 
-var file_pxe_pxev1_pxe_proto_enumTypes = make([]protoimpl.EnumInfo, 1)
-var file_pxe_pxev1_pxe_proto_msgTypes = make([]protoimpl.MessageInfo, 3)
+var file_pxe_pxev1_pxe_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
+var file_pxe_pxev1_pxe_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
 var file_pxe_pxev1_pxe_proto_goTypes = []any{
-	(Action)(0),           // 0: bettercompute.pxe.v1.Action
-	(*AssignRequest)(nil), // 1: bettercompute.pxe.v1.AssignRequest
-	(*Machine)(nil),       // 2: bettercompute.pxe.v1.Machine
-	(*AssignResult)(nil),  // 3: bettercompute.pxe.v1.AssignResult
+	(Action)(0),              // 0: bettercompute.pxe.v1.Action
+	(IsoClass)(0),            // 1: bettercompute.pxe.v1.IsoClass
+	(*Iso)(nil),              // 2: bettercompute.pxe.v1.Iso
+	(*Kernel)(nil),           // 3: bettercompute.pxe.v1.Kernel
+	(*AssignRequest)(nil),    // 4: bettercompute.pxe.v1.AssignRequest
+	(*Unknown)(nil),          // 5: bettercompute.pxe.v1.Unknown
+	(*Expected)(nil),         // 6: bettercompute.pxe.v1.Expected
+	(*Machine)(nil),          // 7: bettercompute.pxe.v1.Machine
+	(*Assignment)(nil),       // 8: bettercompute.pxe.v1.Assignment
+	(*SignedAssignment)(nil), // 9: bettercompute.pxe.v1.SignedAssignment
+	(*ExplainRequest)(nil),   // 10: bettercompute.pxe.v1.ExplainRequest
+	(*ExplainResult)(nil),    // 11: bettercompute.pxe.v1.ExplainResult
+	(*Answer)(nil),           // 12: bettercompute.pxe.v1.Answer
+	(*Attempt)(nil),          // 13: bettercompute.pxe.v1.Attempt
+	(*Step)(nil),             // 14: bettercompute.pxe.v1.Step
+	(*AssignResult)(nil),     // 15: bettercompute.pxe.v1.AssignResult
 }
 var file_pxe_pxev1_pxe_proto_depIdxs = []int32{
-	2, // 0: bettercompute.pxe.v1.AssignRequest.machines:type_name -> bettercompute.pxe.v1.Machine
-	0, // 1: bettercompute.pxe.v1.Machine.action:type_name -> bettercompute.pxe.v1.Action
-	2, // [2:2] is the sub-list for method output_type
-	2, // [2:2] is the sub-list for method input_type
-	2, // [2:2] is the sub-list for extension type_name
-	2, // [2:2] is the sub-list for extension extendee
-	0, // [0:2] is the sub-list for field type_name
+	1,  // 0: bettercompute.pxe.v1.Iso.class:type_name -> bettercompute.pxe.v1.IsoClass
+	7,  // 1: bettercompute.pxe.v1.AssignRequest.machines:type_name -> bettercompute.pxe.v1.Machine
+	5,  // 2: bettercompute.pxe.v1.AssignRequest.unknown:type_name -> bettercompute.pxe.v1.Unknown
+	6,  // 3: bettercompute.pxe.v1.Unknown.expected:type_name -> bettercompute.pxe.v1.Expected
+	0,  // 4: bettercompute.pxe.v1.Machine.action:type_name -> bettercompute.pxe.v1.Action
+	2,  // 5: bettercompute.pxe.v1.Machine.iso:type_name -> bettercompute.pxe.v1.Iso
+	3,  // 6: bettercompute.pxe.v1.Machine.kernel:type_name -> bettercompute.pxe.v1.Kernel
+	12, // 7: bettercompute.pxe.v1.ExplainResult.answers:type_name -> bettercompute.pxe.v1.Answer
+	13, // 8: bettercompute.pxe.v1.ExplainResult.attempts:type_name -> bettercompute.pxe.v1.Attempt
+	14, // 9: bettercompute.pxe.v1.Attempt.steps:type_name -> bettercompute.pxe.v1.Step
+	10, // [10:10] is the sub-list for method output_type
+	10, // [10:10] is the sub-list for method input_type
+	10, // [10:10] is the sub-list for extension type_name
+	10, // [10:10] is the sub-list for extension extendee
+	0,  // [0:10] is the sub-list for field type_name
 }
 
 func init() { file_pxe_pxev1_pxe_proto_init() }
@@ -352,8 +1320,8 @@ func file_pxe_pxev1_pxe_proto_init() {
 		File: protoimpl.DescBuilder{
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_pxe_pxev1_pxe_proto_rawDesc), len(file_pxe_pxev1_pxe_proto_rawDesc)),
-			NumEnums:      1,
-			NumMessages:   3,
+			NumEnums:      2,
+			NumMessages:   14,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

@@ -3,17 +3,45 @@ package script
 
 import (
 	"fmt"
+	"net/netip"
 	"net/url"
 	"strings"
 )
 
+// Around is what every script needs beside what it boots.
+type Around struct {
+	// Again is the URL of this script up to the machine's MAC and after it: a failed
+	// boot asks for a fresh decision there, by whichever port has a link.
+	AgainBefore, AgainAfter string
+	// Syslog is where iPXE sends its lines; not valid: nowhere.
+	Syslog netip.Addr
+}
+
 // Ramdisk is what a ramdisk boot needs: absolute URLs, and the kernel's
 // command line without initrd= arguments.
 type Ramdisk struct {
+	Around
 	Kernel, Initrd, Boot string
-	// Again is the URL of this script: a failed boot asks for a fresh decision there.
-	Again   string
-	Cmdline string
+	Cmdline              string
+}
+
+// Kernel boots a kernel of the artifacts. Initrd may be empty.
+type Kernel struct {
+	Around
+	Kernel, Initrd string
+	Cmdline        string
+}
+
+// UKI boots a unified kernel image, which has its command line inside.
+type UKI struct {
+	Around
+	Image string
+}
+
+// Sanboot gives a disc image out as a drive and boots from it.
+type Sanboot struct {
+	Around
+	Image string
 }
 
 // maxCmdline is below the 2048 bytes that x86 kernels take.
@@ -22,25 +50,77 @@ const maxCmdline = 1500
 // Script renders the boot. UEFI kernels find an initrd only by initrd=NAME;
 // BIOS loaders ignore it. The appended archive comes last, so that it wins.
 func (r Ramdisk) Script() (string, error) {
-	for _, u := range []string{r.Kernel, r.Initrd, r.Boot, r.Again} {
-		if err := checkURL(u); err != nil {
-			return "", err
-		}
-	}
-	if err := checkCmdline(r.Cmdline); err != nil {
+	if err := check(r.Cmdline, r.Kernel, r.Initrd, r.Boot); err != nil {
 		return "", err
 	}
-	return fmt.Sprintf(`#!ipxe
-kernel %s initrd=ramdisk.img initrd=boot.img %s || goto failed
+	return r.render(fmt.Sprintf(`kernel %s initrd=ramdisk.img initrd=boot.img %s || goto failed
 initrd --name ramdisk.img %s || goto failed
 initrd --name boot.img %s || goto failed
 boot || goto failed
-:failed
+`, r.Kernel, r.Cmdline, r.Initrd, r.Boot))
+}
+
+// Script renders the boot.
+func (k Kernel) Script() (string, error) {
+	urls, name, initrd := []string{k.Kernel}, "", ""
+	if k.Initrd != "" {
+		urls = append(urls, k.Initrd)
+		name, initrd = "initrd=initrd.img ", "initrd --name initrd.img "+k.Initrd+" || goto failed\n"
+	}
+	if err := check(k.Cmdline, urls...); err != nil {
+		return "", err
+	}
+	return k.render(fmt.Sprintf("kernel %s %s%s || goto failed\n%sboot || goto failed\n", k.Kernel, name, k.Cmdline, initrd))
+}
+
+// Script renders the boot.
+func (u UKI) Script() (string, error) {
+	if err := check("", u.Image); err != nil {
+		return "", err
+	}
+	return u.render(fmt.Sprintf("kernel %s || goto failed\nboot || goto failed\n", u.Image))
+}
+
+// Script renders the boot. Nothing describes the drive to the system: no table
+// that it could read knows one over HTTP.
+func (s Sanboot) Script() (string, error) {
+	if err := check("", s.Image); err != nil {
+		return "", err
+	}
+	return s.render(fmt.Sprintf("sanboot --no-describe %s || goto failed\n", s.Image))
+}
+
+// render puts the retry around what is booted. The wait doubles and outlives the
+// script, since iPXE's settings do; after a minute's wait the firmware's next boot
+// entry has its turn. netX is the port that was opened last: the one that boots.
+func (s Around) render(boot string) (string, error) {
+	if err := checkURL(s.AgainBefore + "x" + s.AgainAfter); err != nil {
+		return "", err
+	}
+	syslog := ""
+	if s.Syslog.IsValid() {
+		syslog = "set syslog " + s.Syslog.String() + " ||\n"
+	}
+	again := func(port string) string { return s.AgainBefore + "${" + port + "/mac:hexhyp}" + s.AgainAfter }
+	return `#!ipxe
+` + syslog + `isset ${bcwait} || set bcwait:int32 2
+` + boot + `:failed
 imgfree
-echo Boot failed, asking again in 5 seconds
-sleep 5
-chain --replace --autofree %s || exit 1
-`, r.Kernel, r.Cmdline, r.Initrd, r.Boot, r.Again), nil
+echo Boot failed, asking again in ${bcwait} seconds
+sleep ${bcwait}
+iseq ${bcwait} 64 && goto leave ||
+inc bcwait ${bcwait}
+chain --replace --autofree ` + again("netX") + ` ||
+set bcport:int32 0
+:port
+isset ${net${bcport}/mac} || goto failed
+ifclose
+dhcp net${bcport} && chain --replace --autofree ` + again("net${bcport}") + ` ||
+inc bcport
+goto port
+:leave
+exit 1
+`, nil
 }
 
 // LocalDisk leaves iPXE. UEFI firmware goes on to its next boot entry only if
@@ -51,6 +131,25 @@ echo Booting from the local disk
 iseq ${platform} efi && exit 1 ||
 exit
 `
+}
+
+// FirstDisk boots a BIOS machine's first disk, where leaving iPXE only starts the
+// machine anew.
+func FirstDisk() string {
+	return `#!ipxe
+echo Booting from the first local disk
+sanboot --no-describe --drive 0x80 ||
+exit
+`
+}
+
+func check(cmdline string, urls ...string) error {
+	for _, u := range urls {
+		if err := checkURL(u); err != nil {
+			return err
+		}
+	}
+	return checkCmdline(cmdline)
 }
 
 func checkURL(s string) error {
@@ -73,6 +172,9 @@ func checkCmdline(s string) error {
 	}
 	return checkText("command line", s, "\"'\\#$&|")
 }
+
+// CheckCmdline is whether a script can carry the command line.
+func CheckCmdline(s string) error { return checkCmdline(s) }
 
 func checkText(what, s, refused string) error {
 	for _, r := range s {

@@ -2,6 +2,7 @@ package tftp
 
 import (
 	"bytes"
+	"context"
 	"encoding/binary"
 	"errors"
 	"net"
@@ -13,19 +14,32 @@ import (
 
 // Opcodes and error codes of RFC 1350.
 const (
-	opRead  = 1
-	opWrite = 2
-	opError = 5
+	opRead    = 1
+	opWrite   = 2
+	opData    = 3
+	opAck     = 4
+	opError   = 5
+	opOptions = 6
 
 	codeUndefined = 0
+	codeNotFound  = 1
 	codeAccess    = 2
 	codeIllegal   = 4
+	codeTID       = 5
 )
 
 // request is a read request, with the options that are served.
 type request struct {
-	name, mode     string
-	blksize, tsize string
+	name, mode          string
+	blksize, tsize      string
+	windowsize, timeout string
+}
+
+// plain says that the library serves all that is asked: it knows no window and
+// no time-out, and no block under 512 bytes.
+func (r request) plain() bool {
+	_, small := within(r.blksize, 8, 511)
+	return r.windowsize == "" && r.timeout == "" && !small
 }
 
 var errWrite = errors.New("writing is not served")
@@ -70,6 +84,10 @@ func parse(p []byte) (request, error) {
 			r.blksize = value
 		case "tsize":
 			r.tsize = value
+		case "windowsize":
+			r.windowsize = value
+		case "timeout":
+			r.timeout = value
 		}
 	}
 	return r, nil
@@ -98,7 +116,7 @@ func (r request) marshal(b []byte) int {
 	for _, s := range []string{r.name, r.mode} {
 		out = append(append(out, s...), 0)
 	}
-	for _, o := range [][2]string{{"blksize", r.blksize}, {"tsize", r.tsize}} {
+	for _, o := range [][2]string{{"blksize", r.blksize}, {"tsize", r.tsize}, {"windowsize", r.windowsize}, {"timeout", r.timeout}} {
 		if o[1] != "" {
 			out = append(append(out, o[0]...), 0)
 			out = append(append(out, o[1]...), 0)
@@ -112,23 +130,37 @@ func errorPacket(code byte, message string) []byte {
 }
 
 // gate stands between the socket and the library's server: it lets through
-// only well-formed read requests, under the caps, and answers the rest itself.
+// only well-formed plain read requests, under the caps, hands others to our
+// own sender, and answers the rest itself.
 type gate struct {
 	*net.UDPConn
 	max, perClient int
 	now            func() time.Time
+	// own starts a transfer of our own sender.
+	own func(ctx context.Context, r request, s *slot, from netip.AddrPort)
 
 	mu     sync.Mutex
-	active map[netip.AddrPort]time.Time
+	active map[netip.AddrPort]*slot
 	last   netip.AddrPort // the request passed on last
+	// passing are the requests passed on whose transfer has not begun.
+	passing map[netip.AddrPort]*slot
+	passed  int // the library's transfers that no client has answered yet
 
 	drained chan struct{} // closed once the reader has seen the socket's end
 	once    sync.Once
 }
 
+// slot is one transfer, of either server.
+type slot struct {
+	began    time.Time
+	answered bool
+	library  bool
+	drop     context.CancelFunc
+}
+
 func newGate(conn *net.UDPConn, limit, perClient int, now func() time.Time) *gate {
 	return &gate{UDPConn: conn, max: limit, perClient: perClient, now: now,
-		active: make(map[netip.AddrPort]time.Time), drained: make(chan struct{})}
+		active: make(map[netip.AddrPort]*slot), passing: make(map[netip.AddrPort]*slot), drained: make(chan struct{})}
 }
 
 // repeatWindow is how long a request from the same port counts as its repeat:
@@ -162,12 +194,19 @@ func (g *gate) ReadFrom(b []byte) (int, net.Addr, error) {
 			}
 			continue
 		}
-		ok, repeat := g.admit(from)
+		ctx, cancel := context.WithCancel(context.Background())
+		slot, repeat := g.admit(from, r.plain(), cancel)
 		if repeat {
+			cancel()
 			continue
 		}
-		if !ok {
+		if slot == nil {
+			cancel()
 			_, _ = g.WriteToUDPAddrPort(errorPacket(codeUndefined, "too many transfers, try again"), from)
+			continue
+		}
+		if !slot.library {
+			g.own(ctx, r, slot, from)
 			continue
 		}
 		return r.marshal(b), net.UDPAddrFromAddrPort(from), nil
@@ -181,35 +220,99 @@ func (g *gate) Close() error {
 	return err
 }
 
-func (g *gate) admit(from netip.AddrPort) (ok, repeat bool) {
+// admit gives a request its slot; nil: refused. At a cap, the oldest transfer
+// that nobody has answered makes room: requests with a forged source get no
+// answer, so they keep out nobody who does.
+func (g *gate) admit(from netip.AddrPort, plain bool, drop context.CancelFunc) (s *slot, repeat bool) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	now := g.now()
-	if began, running := g.active[from]; running && now.Sub(began) < repeatWindow {
-		return false, true
+	before, running := g.active[from]
+	if running && now.Sub(before.began) < repeatWindow {
+		return nil, true
+	}
+	if running {
+		g.remove(from, before)
 	}
 	same := 0
-	for a := range g.active {
+	var oldest, oldestSame netip.AddrPort
+	older := func(a, than netip.AddrPort) bool {
+		return !than.IsValid() || g.active[a].began.Before(g.active[than].began)
+	}
+	for a, s := range g.active {
 		if a.Addr() == from.Addr() {
 			same++
+			if !s.answered && older(a, oldestSame) {
+				oldestSame = a
+			}
+		}
+		if !s.answered && older(a, oldest) {
+			oldest = a
 		}
 	}
-	if len(g.active) >= g.max || same >= g.perClient {
-		return false, false
+	if same >= g.perClient {
+		if !oldestSame.IsValid() {
+			return nil, false
+		}
+		g.remove(oldestSame, g.active[oldestSame])
+	} else if len(g.active) >= g.max {
+		if !oldest.IsValid() {
+			return nil, false
+		}
+		g.remove(oldest, g.active[oldest])
 	}
-	g.active[from], g.last = now, from
-	return true, false
+	// The library's transfers cannot be dropped, so few may wait there for an answer.
+	s = &slot{began: now, drop: drop, library: plain && g.passed < max(g.max/2, 1) && g.passing[from] == nil}
+	if s.library {
+		g.passed++
+		g.passing[from] = s
+		g.last = from
+	}
+	g.active[from] = s
+	return s, false
 }
 
-func (g *gate) done(from netip.AddrPort) {
+// remove forgets a transfer and ends it; the caller holds mu.
+func (g *gate) remove(from netip.AddrPort, s *slot) {
+	delete(g.active, from)
+	s.drop()
+}
+
+// begun is the slot of the library's transfer to from, which begins; nil: none was passed on.
+func (g *gate) begun(from netip.AddrPort) *slot {
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	delete(g.active, from)
+	s := g.passing[from]
+	delete(g.passing, from)
+	return s
+}
+
+// established says that the client has answered.
+func (g *gate) established(s *slot) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if !s.answered && s.library {
+		g.passed--
+	}
+	s.answered = true
+}
+
+func (g *gate) done(from netip.AddrPort, s *slot) {
+	g.established(s)
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	if g.active[from] == s {
+		delete(g.active, from)
+	}
+	s.drop()
 }
 
 // failed drops the last request: the library could not start its transfer.
 func (g *gate) failed() {
 	g.mu.Lock()
-	defer g.mu.Unlock()
-	delete(g.active, g.last)
+	from := g.last
+	g.mu.Unlock()
+	if s := g.begun(from); s != nil {
+		g.done(from, s)
+	}
 }

@@ -11,6 +11,7 @@ import (
 	"net"
 	"net/netip"
 	"strings"
+	"sync"
 	"time"
 
 	"github.com/pin/tftp/v3"
@@ -69,6 +70,7 @@ type Server struct {
 	gate       *gate
 	mtu        int
 	retransmit time.Duration
+	own        sync.WaitGroup
 }
 
 // Listen opens the socket.
@@ -104,6 +106,16 @@ func (s *Server) Serve(ctx context.Context) error {
 	srv.SetBlockSizeNegotiation(false)
 	srv.SetBlockSize(s.mtu - overhead)
 	srv.SetHook(startFailures{s})
+	s.gate.own = func(transfer context.Context, r request, slot *slot, from netip.AddrPort) {
+		s.own.Go(func() {
+			transfer, cancel := context.WithCancel(transfer)
+			defer cancel()
+			stop := context.AfterFunc(ctx, cancel)
+			defer stop()
+			s.sendFile(transfer, r, slot, from)
+		})
+	}
+	defer s.own.Wait()
 	served := make(chan error, 1)
 	go func() { served <- srv.Serve(s.gate) }()
 	select {
@@ -128,21 +140,24 @@ func (s *Server) read(ctx context.Context, name string, to io.ReaderFrom) error 
 	remote := out.RemoteAddr()
 	from := remote.AddrPort()
 	from = netip.AddrPortFrom(from.Addr().Unmap(), from.Port())
-	defer s.gate.done(from)
-	f, err := s.cfg.Open(from.Addr(), name)
+	slot := s.gate.begun(from)
+	if slot == nil {
+		return errStopped
+	}
+	defer s.gate.done(from, slot)
+	f, err := s.open(from.Addr(), name)
 	if err != nil {
-		s.cfg.Log.Info("TFTP request refused", "client", from.Addr().String(), "file", name, "reason", err)
 		return errNotFound
 	}
 	defer f.Close()
 	out.SetSize(f.Size())
-	src := &source{ctx: ctx, r: bufio.NewReaderSize(f, 64<<10)}
+	src := &source{ctx: ctx, r: bufio.NewReaderSize(f, 64<<10), second: func() { s.gate.established(slot) }}
 	n, err := to.ReadFrom(src)
 	t := Transfer{Client: from.Addr(), Name: name, Bytes: n, Outcome: Done, Err: err}
 	switch {
 	case err == nil:
-	// The library words the peer's ERROR to its option acknowledgement so.
-	case n == 0 && strings.HasPrefix(err.Error(), "sending block 0: code="):
+	// The library words the peer's ERROR so, to its option acknowledgement and to the first block.
+	case strings.HasPrefix(err.Error(), "sending block 0: code="), strings.HasPrefix(err.Error(), "sending block 1: code="):
 		t.Outcome, t.Err = Probed, nil
 	default:
 		t.Outcome = Failed
@@ -155,16 +170,30 @@ func (s *Server) read(ctx context.Context, name string, to io.ReaderFrom) error 
 	return nil
 }
 
+func (s *Server) open(client netip.Addr, name string) (files.File, error) {
+	f, err := s.cfg.Open(client, name)
+	if err != nil {
+		s.cfg.Log.Info("TFTP request refused", "client", client.String(), "file", name, "reason", err)
+	}
+	return f, err
+}
+
 // source hides reading's errors from the wire and ends with the server.
 type source struct {
 	ctx context.Context
 	r   io.Reader
 	err error
+	// second is told of the second reading, when the client has acknowledged the first block.
+	second func()
+	reads  int
 }
 
 func (s *source) Read(p []byte) (int, error) {
 	if s.ctx.Err() != nil {
 		return 0, errStopped
+	}
+	if s.reads++; s.reads == 2 {
+		s.second()
 	}
 	n, err := s.r.Read(p)
 	if err != nil && err != io.EOF {

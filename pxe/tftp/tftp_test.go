@@ -36,7 +36,9 @@ func TestParse(t *testing.T) {
 		err  error
 	}{
 		{"EDK2's probe", packetOf(1, "snponly.efi", "octet", "tsize", "0", "blksize", "1468", "windowsize", "4"),
-			request{name: "snponly.efi", mode: "octet", blksize: "1468", tsize: "0"}, nil},
+			request{name: "snponly.efi", mode: "octet", blksize: "1468", tsize: "0", windowsize: "4"}, nil},
+		{"U-Boot's", packetOf(1, "a", "octet", "timeout", "5", "blksize", "1468", "windowsize", "64"),
+			request{name: "a", mode: "octet", blksize: "1468", timeout: "5", windowsize: "64"}, nil},
 		{"upper case", packetOf(1, "/snponly.efi", "OCTET", "BLKSIZE", "1468"), request{name: "snponly.efi", mode: "octet", blksize: "1468"}, nil},
 		{"spellings", packetOf(1, `\\ipxe//a\.\b`+"\xff", "octet"), request{name: "ipxe/a/b", mode: "octet"}, nil},
 		{"dots stay to be refused", packetOf(1, "../etc/passwd", "octet"), request{name: "../etc/passwd", mode: "octet"}, nil},
@@ -109,6 +111,7 @@ func start(t *testing.T, transfers, perClient int) *server {
 	}
 	s := &server{addr: conn.LocalAddr().String()}
 	srv := &Server{mtu: 1500, retransmit: 200 * time.Millisecond, gate: newGate(conn, transfers, perClient, time.Now), cfg: Config{
+		Interface: "lo", Address: netip.MustParseAddr("127.0.0.1"),
 		Log: slog.New(slog.DiscardHandler),
 		Open: func(_ netip.Addr, name string) (files.File, error) {
 			if name != "snponly.efi" {
@@ -213,8 +216,8 @@ func TestProbeIsNoFailure(t *testing.T) {
 	s := start(t, 10, 10)
 	conn := client(t)
 	oack, from := exchange(t, conn, s.addr, packetOf(1, "snponly.efi", "octet", "tsize", "0", "blksize", "1468", "windowsize", "4"))
-	if binary.BigEndian.Uint16(oack) != 6 || bytes.Contains(oack, []byte("windowsize")) {
-		t.Errorf("answer to a probe = %q, want an OACK without windowsize", oack)
+	if want := packetOf(6, "blksize", "1468", "tsize", "200000", "windowsize", "4"); !bytes.Equal(oack, want) {
+		t.Errorf("answer to a probe = %q, want %q", oack, want)
 	}
 	if _, err := conn.WriteToUDP(errorPacket(8, "User aborted the transfer"), from); err != nil {
 		t.Fatal(err)
@@ -231,13 +234,27 @@ func TestProbeIsNoFailure(t *testing.T) {
 	t.Error("the probe's end was not told")
 }
 
+// The cap is one over both senders, and of transfers that a client answers.
 func TestCaps(t *testing.T) {
 	s := start(t, 10, 2)
-	rrq := packetOf(1, "snponly.efi", "octet", "blksize", "1468")
-	for i, want := range []uint16{6, 6, opError} {
-		got, _ := exchange(t, client(t), s.addr, rrq)
+	for i, window := range []string{"", "4", "4", ""} {
+		conn := client(t)
+		parts := []string{"snponly.efi", "octet", "blksize", "1468"}
+		if window != "" {
+			parts = append(parts, "windowsize", window)
+		}
+		got, from := exchange(t, conn, s.addr, packetOf(1, parts...))
+		want := uint16(6)
+		if i >= 2 {
+			want = opError
+		}
 		if op := binary.BigEndian.Uint16(got); op != want {
 			t.Errorf("request %d of one client = opcode %d (%q), want %d", i+1, op, got, want)
+			continue
+		}
+		if want == 6 {
+			exchange(t, conn, from.String(), []byte{0, 4, 0, 0})
+			exchange(t, conn, from.String(), []byte{0, 4, 0, 1})
 		}
 	}
 }

@@ -83,6 +83,8 @@ func main() {
 func run(ctx context.Context, args []string, out, log io.Writer) error {
 	if name := os.Getenv(hostVariable); name == fleetPeer {
 		return beFleetPeer(ctx, out)
+	} else if server, ok := strings.CutPrefix(name, tftpServer); ok {
+		return beTFTPServer(ctx, server)
 	} else if name != "" {
 		return beHost(ctx, name, out)
 	}
@@ -103,7 +105,7 @@ func run(ctx context.Context, args []string, out, log io.Writer) error {
 	if err := os.MkdirAll(s.dir, 0o755); err != nil {
 		return err
 	}
-	rows, err := measure(ctx, []suite{streamSuite, sessionSuite, bcxSuite, fleetSuite}, *only, s)
+	rows, err := measure(ctx, []suite{streamSuite, sessionSuite, bcxSuite, fleetSuite, dhcpSuite, tftpSuite}, *only, s)
 	if err != nil {
 		return err
 	}

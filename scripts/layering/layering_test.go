@@ -70,10 +70,10 @@ var rules = map[string][]string{
 	"appliance/hosting":     {"plugins", "appliance/site/config"},
 	"appliance/daemontest":  {"appliance/agent", "appliance/invoke", "appliance/gateway", "plugins"},
 	"appliance/site":        {"appliance/agent", "appliance/invoke", "appliance/hosting", "appliance/artifact", "pxe", "bmc", "plugins", "image"},
-	"appliance/ramdisk":     {"appliance/agent", "appliance/invoke", "image", "plugins/driver", "plugins/metal", "appliance/site/config"},
+	"appliance/ramdisk":     {"appliance/agent", "appliance/invoke", "image", "plugins/driver", "plugins/metal", "appliance/site/config", "pxe/mandate"},
 	"appliance/node":        {"appliance/agent", "appliance/invoke", "appliance/hosting", "plugins", "appliance/site/config"},
 	// It encodes grants and writes addresses as boxes do, by the same code.
-	"appliance/gateway": {"appliance/agent/envelope", "appliance/agent/trust", "appliance/agent/grants", "bmc/addressbook", "appliance/agent/tunnel", "plugins/driver", "plugins/external", "plugins/metal"},
+	"appliance/gateway": {"appliance/agent/envelope", "appliance/agent/trust", "appliance/agent/grants", "bmc/addressbook", "appliance/agent/tunnel", "plugins/driver", "plugins/external", "plugins/metal", "pxe/mandate"},
 	"image/builder":     {"image", "initramfs", "board"},
 	"appliance/cmd/bcd": {"appliance/site", "appliance/ramdisk", "appliance/node", "plugins", "appliance/agent"},
 	"appliance/cmd/better-compute": {
@@ -123,8 +123,8 @@ var homes = map[string][]string{
 	"github.com/bmc-toolbox/bmclib":  {"bmc", "plugins/bmclib", "scripts/bench"},
 	"github.com/stmcginnis/gofish":   {"bmc/redfish"},
 	"github.com/bougou/go-ipmi":      {"bmc/bmctest"},
-	"github.com/insomniacslk/dhcp":   {"pxe", "initramfs"},
-	"github.com/pin/tftp":            {"pxe/tftp"},
+	"github.com/insomniacslk/dhcp":   {"pxe", "initramfs", "scripts/bench"},
+	"github.com/pin/tftp":            {"pxe/tftp", "scripts/bench"},
 	"github.com/u-root/u-root":       {"initramfs", "image", "appliance/ramdisk"},
 	"github.com/u-root/mkuimage":     {"initramfs", "image"},
 	"github.com/diskfs/go-diskfs":    {"image"},

@@ -25,6 +25,12 @@ type Info struct {
 	RootSet []byte `json:"root_set"`
 	// Artifacts is the URL prefix under which the box serves artifacts by SHA-256.
 	Artifacts string `json:"artifacts"`
+	// Report is the URL prefix on the box under which the machine posts "progress"
+	// and "done"; empty: nowhere.
+	Report string `json:"report,omitempty"`
+	// Assignment is an encoded pxev1.SignedAssignment: what the machine was booted
+	// for. Without one it does nothing that destroys.
+	Assignment []byte `json:"assignment,omitempty"`
 	// Voucher is an encoded agentv1.SignedVoucher.
 	Voucher []byte `json:"voucher"`
 }

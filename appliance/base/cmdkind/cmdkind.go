@@ -20,6 +20,7 @@ const (
 	Confirm  = "bmc.confirm"
 	Proxy    = "site.httpProxy"
 	Assign   = "pxe.assign"
+	Explain  = "pxe.explain"
 	Stream   = "image.stream"
 )
 
@@ -51,6 +52,7 @@ var kinds = []Kind{
 	{Confirm, "query", true, nil},
 	{Proxy, "proxy", false, nil},
 	{Assign, "provision", true, nil},
+	{Explain, "query", true, nil},
 	{Stream, "transfer", false, nil},
 }
 

@@ -35,6 +35,7 @@ var kinds = []struct {
 	{cmdkind.Boot, 2 * time.Minute, false, agentv1.Role_ROLE_SITE},
 	{cmdkind.Power, 2 * time.Minute, true, agentv1.Role_ROLE_SITE},
 	{cmdkind.Confirm, 30 * time.Second, false, agentv1.Role_ROLE_SITE},
+	{cmdkind.Explain, 30 * time.Second, false, agentv1.Role_ROLE_SITE},
 	{cmdkind.Console, 8 * time.Hour, false, agentv1.Role_ROLE_SITE},
 	{cmdkind.Proxy, 30 * time.Second, false, agentv1.Role_ROLE_SITE},
 	{cmdkind.Media, 5 * time.Minute, false, agentv1.Role_ROLE_SITE},

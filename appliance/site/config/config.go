@@ -12,6 +12,7 @@ import (
 	"net/netip"
 	"os"
 	"regexp"
+	"slices"
 	"strconv"
 	"strings"
 
@@ -58,17 +59,6 @@ type Uplink struct {
 	Address string   `toml:"address"`
 	Gateway string   `toml:"gateway"`
 	DNS     []string `toml:"dns"`
-}
-
-// LAN is an interface towards machines and their BMCs.
-type LAN struct {
-	Port
-	// Address is the box's own, with its prefix length.
-	Address netip.Prefix `toml:"address"`
-	// DHCP is "off" (the default) or "authoritative".
-	DHCP string `toml:"dhcp"`
-	// Range holds the first and the last address of the pool.
-	Range []netip.Addr `toml:"range"`
 }
 
 // Port picks an interface, by MAC or by name.
@@ -363,48 +353,12 @@ func (p Port) check(where string) error {
 	return nil
 }
 
-func (l LAN) checkLAN(where string) error {
-	if err := l.check(where); err != nil {
-		return err
-	}
-	if l.MAC == "" && l.Interface == "" {
-		return fmt.Errorf("%s: mac or interface is missing", where)
-	}
-	if !l.Address.IsValid() || !l.Address.Addr().Is4() {
-		return fmt.Errorf("%s: address is missing or not IPv4 with prefix length, such as 10.0.0.1/24", where)
-	}
-	switch l.DHCP {
-	case "", "off":
-		if len(l.Range) > 0 {
-			return fmt.Errorf("%s: range is set but dhcp is off", where)
-		}
-	case "authoritative":
-		if len(l.Range) != 2 {
-			return fmt.Errorf("%s: range needs two addresses, the first and the last", where)
-		}
-		for _, a := range l.Range {
-			if !l.Address.Masked().Contains(a) {
-				return fmt.Errorf("%s: range address %s is outside of %s", where, a, l.Address.Masked())
-			}
-			if a == l.Address.Addr() {
-				return fmt.Errorf("%s: range holds the box's own address %s", where, a)
-			}
-		}
-		if l.Range[1].Less(l.Range[0]) {
-			return fmt.Errorf("%s: range ends (%s) before it starts (%s)", where, l.Range[1], l.Range[0])
-		}
-		if own := l.Address.Addr(); !own.Less(l.Range[0]) && !l.Range[1].Less(own) {
-			return fmt.Errorf("%s: range holds the box's own address %s", where, own)
-		}
-	default:
-		return fmt.Errorf("%s: dhcp = %q: want \"off\" or \"authoritative\"", where, l.DHCP)
-	}
-	return nil
-}
-
 // Name finds the interface among those that are there.
 func (p Port) Name(ifaces []net.Interface) (string, error) {
 	for _, i := range ifaces {
+		if p.Interface == "" && onAnother(i.Name, ifaces) {
+			continue // a VLAN has its port's MAC
+		}
 		if p.Interface != "" && i.Name == p.Interface || p.MAC != "" && strings.EqualFold(i.HardwareAddr.String(), p.MAC) {
 			return i.Name, nil
 		}
@@ -413,4 +367,13 @@ func (p Port) Name(ifaces []net.Interface) (string, error) {
 		return "", fmt.Errorf("no interface is named %q", p.Interface)
 	}
 	return "", fmt.Errorf("no interface has MAC %s", p.MAC)
+}
+
+// onAnother says whether name is a VLAN's on another interface.
+func onAnother(name string, ifaces []net.Interface) bool {
+	port, id, ok := strings.Cut(name, ".")
+	if _, err := strconv.ParseUint(id, 10, 12); !ok || err != nil {
+		return false
+	}
+	return slices.ContainsFunc(ifaces, func(i net.Interface) bool { return i.Name == port })
 }

@@ -64,7 +64,7 @@ func TestParseSiteErrors(t *testing.T) {
 		{`"10.77.0.200"]`, `"10.78.0.200"]`, "outside of 10.77.0.0/24"},
 		{`"10.77.0.100"`, `"10.77.0.201"`, "ends (10.77.0.200) before"},
 		{`"10.77.0.100"`, `"10.77.0.1"`, "own address"},
-		{`"authoritative"`, `"proxy"`, `want "off" or "authoritative"`},
+		{`"authoritative"`, `"Proxy"`, `dhcp = "Proxy": want one of off, authoritative, reservations, proxy, relay`},
 		{`interface = "up0"`, `interface = "up0`, "site.toml:5:"},
 		{`interface = "up0"`, "interface = \"up0\"\naddress = \"10.0.0.1\"", "uplink.address"},
 		{"power = 4", "powr = 4", "unknown lane"},

@@ -44,6 +44,9 @@ type Home struct {
 type LANRule struct {
 	Interface                            string
 	DHCP, TFTP, HTTP, Passthrough, Media bool
+	// ProxyDHCP is where firmware asks a DHCP proxy, and Syslog where machines that
+	// boot say what they do.
+	ProxyDHCP, Syslog bool
 	// HTTPPort is 80, PassthroughPort 7443 and MediaPort 7444 when they are 0.
 	HTTPPort, PassthroughPort, MediaPort uint16
 }
@@ -209,7 +212,9 @@ func (l LANRule) rules() []rule {
 		}
 	}
 	service(l.DHCP, unix.IPPROTO_UDP, 67)
+	service(l.ProxyDHCP, unix.IPPROTO_UDP, 4011)
 	service(l.TFTP, unix.IPPROTO_UDP, 69)
+	service(l.Syslog, unix.IPPROTO_UDP, 514)
 	service(l.HTTP, unix.IPPROTO_TCP, cmp.Or(l.HTTPPort, defaultHTTP))
 	service(l.Passthrough, unix.IPPROTO_TCP, cmp.Or(l.PassthroughPort, defaultPassthrough))
 	service(l.Media, unix.IPPROTO_TCP, cmp.Or(l.MediaPort, defaultMedia))

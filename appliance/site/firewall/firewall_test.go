@@ -162,7 +162,7 @@ func TestApply(t *testing.T) {
 	for _, p := range []string{":22", ":80", ":7443", ":7444", ":9000"} {
 		s.echo(s.box, "tcp4", p)
 	}
-	for _, p := range []string{":67", ":68", ":69", ":123", ":4011"} {
+	for _, p := range []string{":67", ":68", ":69", ":123", ":514", ":4011"} {
 		s.echo(s.box, "udp4", p)
 	}
 	s.echo(s.box, "udp4", boxLAN+":70")
@@ -205,6 +205,7 @@ func TestApply(t *testing.T) {
 		{"LAN ssh", s.machine, "tcp4", "", boxLAN + ":22", false},
 		{"LAN other", s.machine, "tcp4", "", boxLAN + ":9000", false},
 		{"LAN other UDP", s.machine, "udp4", "", boxLAN + ":4011", false},
+		{"LAN syslog that is not served", s.machine, "udp4", "", boxLAN + ":514", false},
 		{"LAN to the DHCP client's port", s.machine, "udp4", "67", boxLAN + ":68", false},
 		{"the box to the gateway", s.box, "tcp4", "", neighbourAddr + ":443", true},
 		{"the box to a resolver", s.box, "udp4", "", neighbourAddr + ":53", true},
@@ -234,6 +235,19 @@ func TestApply(t *testing.T) {
 		address := map[string]string{"neighbour": boxUplink, "machine": boxLAN}[name]
 		if !ping(t, from, address) {
 			t.Errorf("ping from the %s got no answer", name)
+		}
+	}
+
+	// A proxy's port and syslog open where they are served, and on the LAN alone.
+	proxy := rules
+	proxy.LANs = []LANRule{{Interface: "lan", DHCP: true, ProxyDHCP: true, Syslog: true}}
+	s.apply(proxy)
+	for _, port := range []string{":4011", ":514"} {
+		if !try(s.machine, "udp4", "", boxLAN+port) {
+			t.Errorf("firewall: LAN to %s got no answer", port)
+		}
+		if try(s.neighbour, "udp4", "", boxUplink+port) {
+			t.Errorf("firewall: uplink to %s got an answer", port)
 		}
 	}
 

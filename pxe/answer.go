@@ -1,0 +1,177 @@
+package pxe
+
+import (
+	"errors"
+	"fmt"
+	"net/netip"
+	"sync"
+
+	"github.com/better-compute/site-appliance/pxe/attempts"
+	"github.com/better-compute/site-appliance/pxe/decide"
+	"github.com/better-compute/site-appliance/pxe/dhcp"
+	"github.com/better-compute/site-appliance/pxe/files"
+	"github.com/better-compute/site-appliance/pxe/httpboot"
+	"github.com/better-compute/site-appliance/pxe/pxev1"
+)
+
+// Heard is what DHCP heard of machines that nothing else says again. Its zero
+// value is ready.
+type Heard struct {
+	mu    sync.Mutex
+	byMAC map[string]heard
+}
+
+type heard struct {
+	arch decide.Arch
+	uuid string
+}
+
+const maxHeard = 8192
+
+func (t *Heard) note(mac string, h heard) {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	if t.byMAC == nil || len(t.byMAC) >= maxHeard {
+		t.byMAC = make(map[string]heard)
+	}
+	t.byMAC[mac] = h
+}
+
+func (t *Heard) of(mac string) heard {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	return t.byMAC[mac]
+}
+
+// request is all that is known of a machine, but for the program that asks.
+func (c *Config) request(mac string, h heard) decide.Request {
+	m, _ := c.Assign.ByMAC(mac)
+	r := decide.Request{Machine: m, Unknown: c.Assign.Unknown(), MAC: mac, UUID: h.uuid, Now: c.Now()}
+	r.Client.Arch = h.arch
+	if a := r.Assigned(); a != nil {
+		r.Boots, r.Done = c.Counts.Of(a.MachineId, a.WindowId)
+	}
+	return r
+}
+
+// ask is request for TFTP and HTTP. A machine that was heard before the box was
+// started again is taken for what most are.
+func (s *server) ask(mac string) decide.Request {
+	h := s.Heard.of(mac)
+	if h.arch == decide.OtherArch {
+		h.arch = decide.X64
+	}
+	return s.request(mac, h)
+}
+
+// decide is Decide, and a denial where the box has not the boot program that
+// comes first.
+func (c *Config) decide(r decide.Request) decide.Decision {
+	d := decide.Decide(r)
+	if d.Loader == "" {
+		return d
+	}
+	f, err := c.Files.Open(d.Loader)
+	if err != nil {
+		return decide.Decision{Action: decide.Deny, Reason: fmt.Sprintf("the box has no %s, which %s needs", d.Loader, r.Client)}
+	}
+	_ = f.Close() // it was only looked at
+	return d
+}
+
+// bootDHCP is what a boot request is answered with; called from DHCP's one loop.
+func (s *server) bootDHCP(ask dhcp.Ask) string {
+	who, ip, base := ask.Who, ask.IP, s.baseAt(ask.Server)
+	h := heard{who.Client.Arch, who.UUID}
+	s.Heard.note(who.MAC, h)
+	r := s.request(who.MAC, h)
+	r.Client = who.Client
+	d := s.decide(r)
+	m := r.Assigned()
+	if r.Machine == nil && s.seen.Fresh(who.MAC, s.Now()) {
+		s.Log.Info("unknown machine asks to boot", "mac", who.MAC, "client", who.Client.String(), "arch", who.Arch)
+		s.events.put("pxe.discovered", "state", who.MAC, Discovered{MAC: who.MAC, Interface: s.Interface, Client: who.Client.String(),
+			Arch: who.Arch, ProductUUID: who.UUID, Class: who.Class, IP: ip.String()})
+	}
+	detail := d.Action.String() + ": " + d.Reason
+	switch {
+	case ask.Step == dhcp.Acknowledged && m != nil:
+		s.stage(Stage{MAC: who.MAC, MachineID: m.MachineId, Stage: "dhcp", Client: who.Client.String(), IP: ip.String(), Detail: detail})
+	default:
+		s.remember(who.MAC, "dhcp", who.Client.String(), detail, who.Client.Program != decide.IPXE)
+	}
+	return s.named(base, who.MAC, m, d)
+}
+
+// named is the file name or URL of a decision; empty: none.
+func (s *server) named(base, mac string, m *pxev1.Machine, d decide.Decision) string {
+	switch {
+	case d.Loader != "" && d.HTTP:
+		return httpboot.LoaderURL(base, mac, d.File())
+	case d.Loader != "":
+		return d.File()
+	case !d.HTTP || d.Exit == decide.NotFound || d.Action == decide.Deny || d.Action == decide.None:
+		return ""
+	case d.Firmware && s.http != nil:
+		return s.http.ImageURL(base, mac, m, d.Action)
+	}
+	// For the local disk too: the script's exit is the quickest way there.
+	return httpboot.ScriptURL(base, mac)
+}
+
+// openTFTP gives a machine the boot programs that DHCP could name to it.
+func (s *server) openTFTP(client netip.Addr, name string) (files.File, error) {
+	mac, ok := s.holder(client)
+	if !ok {
+		return nil, errors.New("the address holds no lease")
+	}
+	d, ok := decide.Fetchable(s.ask(mac), name)
+	if !ok {
+		return nil, errors.New(d.Reason)
+	}
+	return s.Files.Open(d.Loader)
+}
+
+func (s *server) remember(mac, stage, client, detail string, begins bool) {
+	s.Attempts.Add(mac, s.Interface, attempts.Step{At: s.Now(), Stage: stage, Client: client, Detail: detail, Begins: begins})
+}
+
+// tail is how many lines of a machine's syslog an explanation has.
+const tail = 50
+
+// Explain says what a machine would get over each protocol, and why, and what it did.
+func (c *Config) Explain(mac string) *pxev1.ExplainResult {
+	out := &pxev1.ExplainResult{Mac: mac}
+	now := c.Now()
+	r := c.request(mac, c.Heard.of(mac))
+	if m := r.Assigned(); m != nil {
+		out.MachineId = m.MachineId
+	}
+	for _, client := range decide.Clients {
+		r.Client = client
+		d := c.decide(r)
+		protocol, file := "dhcp", ""
+		switch {
+		case d.Loader != "" && d.HTTP:
+			protocol, file = "http", "/boot/<mac>/"+d.File()
+		case d.Loader != "":
+			protocol, file = "tftp", d.File()
+		case d.Firmware:
+			protocol, file = "http", "/boot/<mac>/<token>/ (the image itself)"
+		case d.HTTP && d.Exit != decide.NotFound && d.Action != decide.Deny:
+			protocol, file = "http", "/boot/<mac>/script.ipxe"
+		}
+		action := d.Action.String()
+		if d.Action == decide.LocalDisk {
+			action += " by " + d.Exit.String()
+		}
+		out.Answers = append(out.Answers, &pxev1.Answer{Protocol: protocol, Client: client.String(), Action: action, File: file, Reason: d.Reason})
+	}
+	all := c.Attempts.Of(mac, now)
+	for _, a := range all {
+		out.Attempts = append(out.Attempts, a.Wire())
+	}
+	out.WaitsFor = attempts.WaitsFor(all, now)
+	out.Syslog = c.Syslog.Tail(mac, tail)
+	return out
+}
