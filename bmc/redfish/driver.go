@@ -18,7 +18,7 @@ import (
 // ID is the driver's id, and version its own.
 const (
 	ID      = "redfish"
-	version = "1.0.0"
+	version = "1.1.0"
 )
 
 // Options are what a site says of its BMCs.

@@ -298,7 +298,7 @@ func TestKnownDrivers(t *testing.T) {
 			continue
 		}
 		said, m := mod.Drivers[i].Manifest(), is.Manifest()
-		if said.Version != m.Version || said.RunsOn != m.RunsOn || !slices.Equal(said.Kinds, m.Kinds) || !slices.Equal(said.RetrySafe, m.RetrySafe) {
+		if said.Version != m.Version || said.RunsOn != m.RunsOn || !slices.Equal(said.Kinds, m.Kinds) || !slices.Equal(said.RetrySafe, m.RetrySafe) || !slices.Equal(said.StreamOperations, m.StreamOperations) {
 			t.Errorf("the gateway says of driver %s\n%+v, and it is\n%+v", is.ID(), said, m)
 		}
 		for _, operation := range metal.Serves(is.ID()) {

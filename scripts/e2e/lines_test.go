@@ -16,6 +16,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/better-compute/site-appliance/bmc/bmctest"
 	"github.com/better-compute/site-appliance/scripts/lab"
 )
 
@@ -29,13 +30,18 @@ type console struct {
 // console opens one as a program of its own, whose input is a pipe.
 func (b *bench) console(name string, args ...string) *console {
 	b.t.Helper()
+	return b.consoleOf(lab.MachineName, name, args...)
+}
+
+func (b *bench) consoleOf(machine, name string, args ...string) *console {
+	b.t.Helper()
 	fifo := filepath.Join(b.Dir, name+".keys")
 	b.must(unix.Mkfifo(fifo, 0o600))
 	keys, err := os.OpenFile(fifo, os.O_RDWR, 0)
 	b.must(err)
 	b.t.Cleanup(func() { keys.Close() })
 	argv := append([]string{"env", "BETTER_COMPUTE_CLIENT=" + filepath.Join(b.GatewayDir(), "client.toml"),
-		"sh", "-c", `exec "$@" <"$0"`, fifo, filepath.Join(b.Out, "bin", "better-compute"), "metal", "console", lab.MachineName}, args...)
+		"sh", "-c", `exec "$@" <"$0"`, fifo, filepath.Join(b.Out, "bin", "better-compute"), "metal", "console", machine}, args...)
 	p, err := b.Spawn("gw", name, argv...)
 	b.must(err)
 	return &console{p, b, keys}
@@ -141,6 +147,28 @@ func TestConsole(t *testing.T) {
 	fourth.see("console of " + lab.MachineName + " is open")
 	fourth.press("\r~.")
 	fourth.gone()
+}
+
+// TestConsoleOverRedfish: a person reaches an OpenBMC's console by nothing but the
+// machine's name; one that the BMC dropped comes back.
+func TestConsoleOverRedfish(t *testing.T) {
+	b := overRedfish(t, bmctest.WithWebConsole(bmctest.WebConsole{Path: "/console0", OpenBMC: true}))
+	serial := b.Redfish.Console()
+	c := b.consoleOf(redfishMachine, "web")
+	c.see("console of " + redfishMachine + " is open")
+	serial.Say([]byte("obmc login: "))
+	c.see("obmc login: ")
+	c.press("root\r")
+	b.must(lab.Poll(b.ctx, "wait for what is typed", func() (bool, error) { return strings.Contains(string(serial.Heard()), "root\r"), nil }))
+	b.Redfish.DropWebConsoles()
+	c.see("open again")
+	serial.Say([]byte("and again "))
+	c.see("and again ")
+	c.press("\r~.")
+	c.gone()
+	if !strings.Contains(c.Output(), "console left") {
+		t.Errorf("the console printed %q", c.Output())
+	}
 }
 
 // ipmitools are the processes below root that carry a console.

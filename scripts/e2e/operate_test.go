@@ -9,6 +9,7 @@ import (
 	"testing"
 	"time"
 
+	"github.com/better-compute/site-appliance/bmc/bmctest"
 	"github.com/better-compute/site-appliance/scripts/lab"
 )
 
@@ -16,9 +17,9 @@ import (
 const redfishMachine = "over-redfish"
 
 // overRedfish is a site at home with that machine.
-func overRedfish(t *testing.T) *bench {
+func overRedfish(t *testing.T, opts ...bmctest.Option) *bench {
 	t.Helper()
-	b := begin(t)
+	b := begin(t, opts...)
 	b.must(b.StartSite(b.ctx, b.join, lab.SiteOptions{}))
 	b.must(b.WaitSiteOnline(b.ctx))
 	b.cli("pool", "add", lab.PoolName, "--site", lab.SiteName)

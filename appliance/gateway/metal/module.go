@@ -21,9 +21,10 @@ import (
 // those of their declarations, which change when what they serve does.
 var builtIn = []driver.Manifest{
 	{
-		ID: "redfish", Version: "1.0.0", RunsOn: "site",
-		Kinds:     []string{"bios", "credentials", "firmware", "inspect", "management", "power", "raid", "virtual-media"},
-		RetrySafe: metal.RetrySafe("bios", "firmware", "inspect", "management", "power", "raid", "virtual-media"),
+		ID: "redfish", Version: "1.1.0", RunsOn: "site",
+		Kinds:            []string{"bios", "console", "credentials", "firmware", "inspect", "management", "power", "raid", "virtual-media"},
+		RetrySafe:        metal.RetrySafe("bios", "firmware", "inspect", "management", "power", "raid", "virtual-media"),
+		StreamOperations: []string{"console.open"},
 	},
 	{ID: wakeOnLAN, Version: "1.0.0", RunsOn: "site", Kinds: []string{"power"}, RetrySafe: []string{GetPower, SetPower}},
 	{ID: Manual, Version: "1.0.0", RunsOn: "site", Kinds: []string{"power"}, RetrySafe: []string{GetPower, SetPower}},
