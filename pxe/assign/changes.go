@@ -44,7 +44,8 @@ func changes(present, next *pxev1.AssignRequest, suspect bool) Changes {
 					artifacts[a] = true
 				}
 			}
-			if m.GetProtected() {
+			// A MAC that nobody knows any more may be a protected machine's.
+			if m.GetProtected() || suspect && was == nil {
 				protected[m.GetMachineId()] = true
 			}
 		}

@@ -106,3 +106,22 @@ func TestProtectedStays(t *testing.T) {
 	apply(5, false, "a")
 	want("let go", false)
 }
+
+// TestChangesOfASuspectStore: a MAC that the damage took may have been a protected
+// machine's, under whatever id it comes now.
+func TestChangesOfASuspectStore(t *testing.T) {
+	known := request(1, local("a", "52:54:00:00:00:01"))
+	for _, tt := range []struct {
+		next      *pxev1.AssignRequest
+		protected bool
+	}{
+		{request(2, ramdisk("a", "52:54:00:00:00:01")), false},
+		{request(2, ramdisk("a", "52:54:00:00:00:01", "52:54:00:00:00:02")), true},
+		{request(2, ramdisk("b", "52:54:00:00:00:02")), true},
+		{request(2, local("a", "52:54:00:00:00:01"), local("b", "52:54:00:00:00:02")), false},
+	} {
+		if got := changes(known, tt.next, true); got.Protected != tt.protected {
+			t.Errorf("%v: protected %v, want %v", tt.next, got.Protected, tt.protected)
+		}
+	}
+}

@@ -19,6 +19,7 @@ import (
 func TestStopsPromptly(t *testing.T) {
 	b := ready(t, lab.SiteOptions{})
 	b.cli("metal", "power", lab.MachineName)
+	b.boots()
 	for _, port := range []string{"80", "7443", "7444"} {
 		b.must(b.InNetns("bmc", func() error {
 			c, err := net.DialTimeout("tcp", lab.SiteLAN+":"+port, 5*time.Second)

@@ -91,6 +91,12 @@ func ready(t *testing.T, opt lab.SiteOptions) *bench {
 	return b
 }
 
+// boots waits until network boot is served: the box looks for other DHCP servers first.
+func (b *bench) boots() {
+	b.t.Helper()
+	b.must(b.Site.WaitFor(b.ctx, "network boot is served"))
+}
+
 func (b *bench) must(err error) {
 	b.t.Helper()
 	if err != nil {
@@ -343,6 +349,7 @@ func TestUnknownKey(t *testing.T) {
 
 func TestNothingListensOnTheUplink(t *testing.T) {
 	b := ready(t, lab.SiteOptions{})
+	b.boots()
 	// What a LAN's machine reaches, so that the test can fail.
 	for _, port := range []string{"80", "7443", "7444"} {
 		if err := b.Dial("bmc", lab.SiteLAN+":"+port); err != nil {

@@ -28,6 +28,7 @@ func (b *bench) reach(uid int, address string) error {
 // While no call runs a plugin reaches nothing; its call reaches its BMC.
 func TestPluginsAreHeldBack(t *testing.T) {
 	b := ready(t, lab.SiteOptions{})
+	b.boots()
 	first, last, err := host.UIDs("")
 	b.must(err)
 	for name, address := range map[string]string{

@@ -53,9 +53,9 @@ func TestDriversList(t *testing.T) {
 		t.Fatal(err)
 	}
 	text, err := json.Marshal(got)
-	want := `[{"capabilities":[],"id":"redfish","kinds":["bios","credentials","firmware","inspect","management","power","raid","virtual-media"],` +
+	want := `[{"capabilities":[],"id":"redfish","kinds":["bios","console","credentials","firmware","inspect","management","power","raid","virtual-media"],` +
 		`"retrySafe":{"bios":["getSettings"],"firmware":["list"],"inspect":["inspect"],"management":["getBootDevice","getEventLog","getSecureBoot","setBootDevice"],` +
-		`"power":["getPower"],"raid":["getLayout"],"virtual-media":["eject","insert","status"]},"runsOn":"site","version":"1.0.0"}]`
+		`"power":["getPower"],"raid":["getLayout"],"virtual-media":["eject","insert","status"]},"runsOn":"site","version":"1.1.0"}]`
 	if err != nil || string(text) != want {
 		t.Errorf("drivers list --json = %s, want %s", text, want)
 	}

@@ -103,8 +103,7 @@ func (p *place) hold(ctx context.Context, a *peer, run func(context.Context, *pe
 		send := func(f *agentv1.AgentFrame) bool { return stream.Send(f) == nil }
 		lanes := map[string]uint32{"query": 64, "power": 64, "provision": 16, "transfer": 4}
 		send(&agentv1.AgentFrame{Frame: &agentv1.AgentFrame_Hello{Hello: &agentv1.Hello{AgentId: a.id, Role: a.role, BootId: "boot-" + a.id, JournalEpoch: "journal-" + a.id,
-			ProtocolMin: 1, ProtocolMax: 1, Version: "test", Lanes: lanes, EventEpoch: "events-" + a.id, EventNextSeq: 1,
-			Drivers: []*agentv1.AdvertisedDriver{{Id: "ipmi", Version: "1.0.0", Kinds: []string{"power", "management", "inspect"}}}}}})
+			ProtocolMin: 1, ProtocolMax: 1, Version: "test", Lanes: lanes, EventEpoch: "events-" + a.id, EventNextSeq: 1}}})
 		for {
 			f, err := stream.Receive()
 			if err != nil {

@@ -213,11 +213,6 @@ func (s metalService) RebindBmc(ctx context.Context, req *connect.Request[comput
 		if bmc, err = metal.ParseBMC(in.TenantId, in.Bmc); err != nil {
 			return nil, err
 		}
-		if bmc.Driver != m.BMC.Driver {
-			if err := s.hosted(ctx, m.SiteID, bmc.Driver); err != nil {
-				return nil, err
-			}
-		}
 		if err := s.credentialThere(ctx, bmc); err != nil {
 			return nil, err
 		}

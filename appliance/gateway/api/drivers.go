@@ -13,7 +13,6 @@ import (
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
 	"github.com/better-compute/site-appliance/appliance/api/computev1"
 	"github.com/better-compute/site-appliance/appliance/gateway/api/apierr"
-	"github.com/better-compute/site-appliance/appliance/gateway/metal"
 	"github.com/better-compute/site-appliance/appliance/gateway/placement"
 	"github.com/better-compute/site-appliance/plugins/driver"
 )
@@ -51,24 +50,6 @@ func wireDriver(m driver.Manifest) *computev1.Driver {
 		out.RetrySafe[kind].Values = append(out.RetrySafe[kind].Values, structpb.NewStringValue(name))
 	}
 	return out
-}
-
-// hosted refuses a BMC driver that the site's box has not, as its latest word is. A
-// site that was never heard may have any.
-func (a *API) hosted(ctx context.Context, siteID, id string) error {
-	box, enrolled, err := a.siteAgent(ctx, siteID)
-	if err != nil || !enrolled || box.LastSeen.IsZero() {
-		return err
-	}
-	has := slices.Clone(metal.BuiltIn)
-	for _, d := range box.Drivers {
-		has = append(has, d.GetId())
-	}
-	slices.Sort(has)
-	if has = slices.Compact(has); slices.Contains(has, id) {
-		return nil
-	}
-	return apierr.Invalid("bmc.driver %.80q: the machine's site has none of that name; it has %s", id, strings.Join(has, ", "))
 }
 
 type placementService struct{ *API }

@@ -52,9 +52,6 @@ func (s metalService) Enroll(ctx context.Context, req *connect.Request[computev1
 	if err != nil {
 		return nil, err
 	}
-	if err := s.hosted(ctx, pool.SiteID, bmc.Driver); err != nil {
-		return nil, err
-	}
 	if err := s.credentialThere(ctx, bmc); err != nil {
 		return nil, err
 	}

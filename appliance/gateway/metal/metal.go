@@ -182,9 +182,6 @@ const (
 // Query is the kind of what only asks.
 const Query = cmdkind.Query
 
-// BuiltIn are the drivers that every box has in itself and does not announce, sorted.
-var BuiltIn = []string{Manual, "redfish", wakeOnLAN}
-
 // wakeOnLAN is the driver of machines that a packet switches on.
 const wakeOnLAN = "wol"
 

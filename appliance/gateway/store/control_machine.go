@@ -5,7 +5,6 @@ import (
 	"database/sql"
 	"encoding/json"
 	"fmt"
-	"math"
 	"time"
 
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
@@ -183,17 +182,17 @@ func (s *Store) NextSnapshot(ctx context.Context, siteID string) (version uint64
 	return version, machines, nil
 }
 
-// maxAhead bounds how far a box may raise the version at once: no box may bring it
-// to its end.
-const maxAhead = 1 << 32
+// maxHeard bounds how far a box may raise the version: a box that takes its place
+// begins at 0, and takes nothing that is more than 2^32 ahead.
+const maxHeard = 1 << 31
 
 // HeardAssignVersion raises the version of the site's snapshot to what its box has
 // in force: a gateway that was restored is behind. Other agents are not believed.
 func (s *Store) HeardAssignVersion(ctx context.Context, agentID string, version uint64) error {
 	return s.write(ctx, func(tx *sql.Tx) error {
-		_, err := tx.ExecContext(ctx, `UPDATE sites SET assign_version = MAX(assign_version, MIN(?1, assign_version + ?2))
-			WHERE id = (SELECT site_id FROM agents WHERE id = ?3 AND role = ?4)`,
-			int64(min(version, math.MaxInt64-maxAhead)), int64(maxAhead), agentID, int32(agentv1.Role_ROLE_SITE))
+		_, err := tx.ExecContext(ctx, `UPDATE sites SET assign_version = MAX(assign_version, ?1)
+			WHERE id = (SELECT site_id FROM agents WHERE id = ?2 AND role = ?3)`,
+			int64(min(version, maxHeard)), agentID, int32(agentv1.Role_ROLE_SITE))
 		return err
 	})
 }
