@@ -362,22 +362,30 @@ func (r *Relay) invoke(ctx context.Context, req Request, p *Prepared) (json.RawM
 
 // inside calls a driver in this process. Its fault is its call's.
 func (r *Relay) inside(ctx context.Context, req Request, d *driver.Definition, c Call) (result json.RawMessage, err error) {
-	defer func() {
-		if fault := recover(); fault != nil {
-			r.log.Error("a driver's code failed", "driver", c.Driver, "operation", c.Concern+"."+c.Operation, "fault", fault)
-			result, err = nil, errs.New(errs.DriverError, "the code of driver %s failed", c.Driver)
-		}
-	}()
+	defer r.caught(c, &err)
 	if req.Release != nil {
 		ctx = release.With(ctx, req.Release)
 	}
+	return d.Invoke(r.contextOf(ctx, c), c.Concern, c.Operation, c.Config, c.Args)
+}
+
+// caught makes an error of a fault in a driver's code; it is deferred.
+func (r *Relay) caught(c Call, err *error) {
+	if fault := recover(); fault != nil {
+		r.log.Error("a driver's code failed", "driver", c.Driver, "operation", c.Concern+"."+c.Operation, "fault", fault)
+		*err = errs.New(errs.DriverError, "the code of driver %s failed", c.Driver)
+	}
+}
+
+// contextOf is a call as a driver of this process gets it.
+func (r *Relay) contextOf(ctx context.Context, c Call) *driver.Context {
 	var emit func(driver.Progress)
 	if c.Progress != nil {
 		emit = func(p driver.Progress) { c.Progress(p.Phase, p.Message, p.Done, p.Total) }
 	}
 	dc := driver.NewContext(ctx, driver.Delivered(c.Secrets), r.log.With("driver", c.Driver), emit)
 	dc.IdempotencyKey, dc.Traceparent, dc.TargetNodeID = c.IdempotencyKey, c.Traceparent, c.TargetNodeID
-	return d.Invoke(dc, c.Concern, c.Operation, c.Config, c.Args)
+	return dc
 }
 
 // credentials fetches username and password, and a rotation's new password by

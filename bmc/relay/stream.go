@@ -67,15 +67,8 @@ func (r *Relay) Stream(ctx context.Context, c Call) (io.ReadWriteCloser, error) 
 
 // carry runs the driver's side. Its fault is its call's.
 func (r *Relay) carry(ctx context.Context, d *driver.Definition, c Call, side *driverSide) (err error) {
-	defer func() {
-		if fault := recover(); fault != nil {
-			r.log.Error("a driver's code failed", "driver", c.Driver, "operation", c.Concern+"."+c.Operation, "fault", fault)
-			err = errs.New(errs.DriverError, "the code of driver %s failed", c.Driver)
-		}
-	}()
-	dc := driver.NewContext(ctx, driver.Delivered(c.Secrets), r.log.With("driver", c.Driver), nil)
-	dc.IdempotencyKey, dc.Traceparent, dc.TargetNodeID = c.IdempotencyKey, c.Traceparent, c.TargetNodeID
-	return d.Stream(dc, c.Concern, c.Operation, c.Config, c.Args, side)
+	defer r.caught(c, &err)
+	return d.Stream(r.contextOf(ctx, c), c.Concern, c.Operation, c.Config, c.Args, side)
 }
 
 // driverSide is the driver's end of a stream, which its first write opens.

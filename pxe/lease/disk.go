@@ -468,7 +468,7 @@ func (w *writer) commit(f func(error)) bool {
 }
 
 // flush takes what is queued to the disk and calls those back that wait for it.
-// A disk that failed is left alone for a while, but for now.
+// A disk that failed is left alone for a while, unless now.
 func (w *writer) flush(now bool) {
 	d := w.d
 	d.mu.Lock()
