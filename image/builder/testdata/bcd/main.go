@@ -15,6 +15,9 @@ import (
 )
 
 func main() {
+	// Before it says that it is up: from then on it may be asked to end.
+	stop := make(chan os.Signal, 1)
+	signal.Notify(stop, syscall.SIGTERM)
 	fmt.Printf("stand-in: args %q\n", os.Args[1:])
 	for i, a := range os.Args {
 		if a != "--state" || i+1 >= len(os.Args) || os.Args[i+1] == "" {
@@ -52,8 +55,6 @@ func main() {
 		time.Sleep(time.Second)
 		os.Exit(7)
 	}
-	stop := make(chan os.Signal, 1)
-	signal.Notify(stop, syscall.SIGTERM)
 	<-stop
 	fmt.Printf("stand-in: asked to end\n")
 }
