@@ -10,7 +10,6 @@ import (
 	"io/fs"
 	"net"
 	"os"
-	"path/filepath"
 	"slices"
 	"sort"
 	"strings"
@@ -90,29 +89,19 @@ func Open(path string) (*Book, error) {
 func OpenOrSetAside(path string) (b *Book, aside string, err error) {
 	b, err = Open(path)
 	if errors.Is(err, errDamaged) {
-		aside = path + damagedSuffix
-		if err := os.Rename(path, aside); err != nil {
-			return nil, "", fmt.Errorf("set damaged address book aside: %w", err)
-		}
-		if err := atomicfile.SyncDir(filepath.Dir(path)); err != nil {
-			return nil, "", fmt.Errorf("set damaged address book aside: %w", err)
+		if aside, err = atomicfile.SetAside(path); err != nil {
+			return nil, "", err
 		}
 		b, err = Open(path)
 	}
 	if err != nil || path == "" {
 		return b, aside, err
 	}
-	switch _, err := os.Lstat(path + damagedSuffix); {
-	case err == nil:
-		b.suspect = true
-	case !errors.Is(err, fs.ErrNotExist):
-		return nil, aside, fmt.Errorf("look for a damaged address book: %w", err)
+	if b.suspect, err = atomicfile.WasSetAside(path); err != nil {
+		return nil, aside, err
 	}
 	return b, aside, nil
 }
-
-// damagedSuffix follows the name of a file that was set aside.
-const damagedSuffix = ".damaged"
 
 // Suspect reports whether a book before this one was damaged: then every address
 // that was not bound anew since counts as protected.

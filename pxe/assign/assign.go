@@ -9,7 +9,6 @@ import (
 	"io/fs"
 	"net"
 	"os"
-	"path/filepath"
 	"slices"
 	"strings"
 	"sync"
@@ -56,17 +55,12 @@ func Open(path string) (*Store, error) {
 	if err := s.load(); err != nil {
 		return nil, err
 	}
-	switch _, err := os.Lstat(path + damagedSuffix); {
-	case err == nil:
-		s.suspect = true
-	case !errors.Is(err, fs.ErrNotExist):
-		return nil, fmt.Errorf("look for damaged boot assignments: %w", err)
+	var err error
+	if s.suspect, err = atomicfile.WasSetAside(path); err != nil {
+		return nil, err
 	}
 	return s, nil
 }
-
-// damagedSuffix follows the name of a file that was moved aside.
-const damagedSuffix = ".damaged"
 
 func (s *Store) load() error {
 	data, err := readBounded(s.path)
@@ -84,14 +78,8 @@ func (s *Store) load() error {
 		}
 	}
 	s.damaged = fmt.Errorf("boot assignments %s are damaged and were moved aside: %w", s.path, err)
-	err = os.Rename(s.path, s.path+damagedSuffix)
-	if err == nil {
-		err = atomicfile.SyncDir(filepath.Dir(s.path))
-	}
-	if err != nil {
-		return fmt.Errorf("move damaged boot assignments aside: %w", err)
-	}
-	return nil
+	_, err = atomicfile.SetAside(s.path)
+	return err
 }
 
 // Suspect reports whether a snapshot before this one was damaged: then every

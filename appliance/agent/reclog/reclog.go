@@ -65,7 +65,7 @@ func OpenOrSalvage(path string) (l *Log, records [][]byte, damaged bool, err err
 		return l, records, false, err
 	}
 	if records, err = Salvage(path); err != nil {
-		return nil, nil, true, fmt.Errorf("set damaged file aside: %w", err)
+		return nil, nil, true, err
 	}
 	l, _, err = Open(path)
 	return l, records, true, err
@@ -78,11 +78,9 @@ func Salvage(path string) ([][]byte, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := os.Rename(path, path+".damaged"); err != nil {
-		return nil, err
-	}
 	records, _ := Split(data)
-	return records, atomicfile.SyncDir(filepath.Dir(path))
+	_, err = atomicfile.SetAside(path)
+	return records, err
 }
 
 func (l *Log) load() ([][]byte, error) {

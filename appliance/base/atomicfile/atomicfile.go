@@ -2,7 +2,9 @@
 package atomicfile
 
 import (
+	"errors"
 	"fmt"
+	"io/fs"
 	"os"
 	"path/filepath"
 )
@@ -35,6 +37,34 @@ func Write(path string, data []byte, mode os.FileMode) error {
 		return fmt.Errorf("write %s: %w", path, err)
 	}
 	return nil
+}
+
+const damagedSuffix = ".damaged"
+
+// SetAside renames a damaged file, over one that was set aside before, and
+// returns its new name. That it lies there is durable when SetAside returns.
+func SetAside(path string) (string, error) {
+	aside := path + damagedSuffix
+	err := os.Rename(path, aside)
+	if err == nil {
+		err = SyncDir(filepath.Dir(path))
+	}
+	if err != nil {
+		return "", fmt.Errorf("set the damaged file %s aside: %w", path, err)
+	}
+	return aside, nil
+}
+
+// WasSetAside reports whether a file of this name lies aside.
+func WasSetAside(path string) (bool, error) {
+	switch _, err := os.Lstat(path + damagedSuffix); {
+	case err == nil:
+		return true, nil
+	case errors.Is(err, fs.ErrNotExist):
+		return false, nil
+	default:
+		return false, fmt.Errorf("look for a damaged %s: %w", path, err)
+	}
 }
 
 // SyncDir makes renames and removals in dir durable.

@@ -98,8 +98,8 @@ func openDesired(path string) (d *desired, damaged error, err error) {
 	}
 	f, damaged := parseDesired(data)
 	if damaged != nil {
-		if err := os.Rename(path, path+".damaged"); err != nil {
-			return nil, nil, fmt.Errorf("set aside desired instances: %w", err)
+		if _, err := atomicfile.SetAside(path); err != nil {
+			return nil, nil, err
 		}
 		return d, damaged, nil
 	}

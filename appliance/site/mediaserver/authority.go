@@ -52,9 +52,8 @@ func OpenAuthority(path string) (a *Authority, aside string, err error) {
 			if a, err = parseAuthority(data); err == nil {
 				return a, "", os.Chmod(path, 0o600)
 			}
-			aside = path + ".damaged"
-			if err := os.Rename(path, aside); err != nil {
-				return nil, "", fmt.Errorf("set the site CA aside: %w", err)
+			if aside, err = atomicfile.SetAside(path); err != nil {
+				return nil, "", err
 			}
 		case !errors.Is(err, fs.ErrNotExist):
 			return nil, "", fmt.Errorf("read the site CA: %w", err)
