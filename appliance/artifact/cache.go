@@ -57,6 +57,7 @@ type Cache struct {
 	now    func() time.Time
 	retry  backoff.Policy
 	stall  time.Duration // how long a connection may stay silent
+	piece  int           // what is read of one at a time
 	lock   *os.File
 
 	ctx    context.Context // of the fetches
@@ -67,6 +68,7 @@ type Cache struct {
 	entries map[string]*entry
 	opening map[string]chan struct{} // Locates that run
 	closed  bool
+	named   func() map[string]bool // see Keep; nil: nothing
 }
 
 // description is what is known of an artifact, kept beside its bytes.
@@ -88,14 +90,21 @@ type entry struct {
 	unknown  []bool // chunks that an earlier process may have left whole
 	missing  int    // how many are not in have
 	readers  int
-	wanted   int // the chunk that a reader waits for; -1: none
+	wishes   []wish // the chunks that readers wait for, the oldest first
 	used     time.Time
+	marked   time.Time // used as the disk has it
 	fetching bool
 	stop     context.CancelFunc // ends the fetch
-	err      error              // why the last fetch ended; cleared by the next
-	gone     bool               // removed: nobody may start on it again
-	changed  chan struct{}      // closed and replaced at every change
+	current  int                // the chunk that comes now
+	cut      context.CancelFunc // ends its connection; nil: there is none
+	wasCut   bool
+	err      error         // why the last fetch ended; cleared by the next
+	gone     bool          // removed: nobody may start on it again
+	changed  chan struct{} // closed and replaced at every change
 }
+
+// wish is a chunk and how many readers wait for it.
+type wish struct{ chunk, readers int }
 
 var digestPattern = regexp.MustCompile(`^[0-9a-f]{64}$`)
 
@@ -131,8 +140,8 @@ func open(dir string, maxBytes int64, source Source, log *slog.Logger) (*Cache, 
 	}
 	c := &Cache{
 		dir: dir, max: maxBytes, source: source, log: log, now: time.Now, lock: lock,
-		retry:   backoff.Policy{Min: time.Second, Max: 30 * time.Second, Rand: rand.Float64},
-		stall:   time.Minute,
+		retry: backoff.Policy{Min: time.Second, Max: 30 * time.Second, Rand: rand.Float64},
+		stall: time.Minute, piece: pieceSize,
 		entries: map[string]*entry{}, opening: map[string]chan struct{}{},
 	}
 	c.ctx, c.cancel = context.WithCancel(context.Background())
@@ -188,7 +197,7 @@ func (c *Cache) loadEntry(digest string) error {
 	if err != nil {
 		return err
 	}
-	e.used = st.ModTime()
+	e.used, e.marked = st.ModTime(), st.ModTime()
 	c.entries[digest] = e
 	return nil
 }
@@ -222,6 +231,9 @@ func (d *description) length(i int) int64 {
 	return min(d.ChunkSize, d.Size-int64(i)*d.ChunkSize)
 }
 
+// end is where chunk i ends.
+func (d *description) end(i int) int64 { return int64(i)*d.ChunkSize + d.length(i) }
+
 func (d *description) digest(i int) [sha256.Size]byte {
 	return [sha256.Size]byte(d.Chunks[i*sha256.Size:])
 }
@@ -242,7 +254,7 @@ func (c *Cache) newEntry(d description, fresh bool) (*entry, error) {
 		return nil, err
 	}
 	n := int(d.count())
-	e := &entry{description: d, file: f, have: make([]bool, n), unknown: make([]bool, n), missing: n, wanted: -1, used: c.now(), changed: make(chan struct{})}
+	e := &entry{description: d, file: f, have: make([]bool, n), unknown: make([]bool, n), missing: n, used: c.now(), changed: make(chan struct{})}
 	if !fresh {
 		for i := range e.unknown {
 			e.unknown[i] = !hole(f, int64(i)*d.ChunkSize, d.length(i))
@@ -316,11 +328,34 @@ func (c *Cache) reader(ctx context.Context, e *entry) *Reader {
 	return &Reader{ctx: ctx, cache: c, entry: e}
 }
 
+// markEvery spaces the marks of one artifact's use: a drive is read in blocks.
+const markEvery = time.Minute
+
 // touch makes e the newest, for the next process too; c.mu is held.
 func (c *Cache) touch(e *entry) {
 	e.used = c.now()
+	if d := e.used.Sub(e.marked); d >= 0 && d < markEvery {
+		return
+	}
+	e.marked = e.used
 	// Lost order costs a fetch at worst.
 	os.Chtimes(c.metaPath(e.SHA256), e.used, e.used)
+}
+
+// Keep sets what tells which artifacts must not be evicted though nobody reads
+// them: those that machines are about to ask for.
+func (c *Cache) Keep(named func() map[string]bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.named = named
+}
+
+// keep is what must not be evicted; c.mu is held.
+func (c *Cache) keep() map[string]bool {
+	if c.named == nil {
+		return nil
+	}
+	return c.named()
 }
 
 // admit asks the source for the artifact, makes room and opens it.
@@ -394,20 +429,27 @@ func (c *Cache) chunkList(ctx context.Context, url string, n int64) ([]byte, err
 	return list, nil
 }
 
-// makeRoom evicts the least recently used artifacts that nobody reads until n
-// more bytes fit; c.mu is held.
+// makeRoom evicts the least recently used artifacts that nobody reads and nothing
+// keeps until n more bytes fit; c.mu is held. It evicts none if that is in vain.
 func (c *Cache) makeRoom(n int64) error {
 	if n > c.max {
 		return errs.New(errs.NoSpace, "%d bytes are more than the cache's %d", n, c.max)
 	}
-	total := n
+	keep := c.keep()
+	total, held := int64(0), int64(0)
 	for _, e := range c.entries {
 		total += e.Size
+		if e.readers > 0 || keep[e.SHA256] {
+			held += e.Size
+		}
 	}
-	for total > c.max || len(c.entries) >= maxArtifacts {
-		e := c.oldest(nil)
+	if held+n > c.max {
+		return errs.Retry(errs.NoSpace, "%d bytes do not fit in the cache of %d bytes: %d of it are read now or named by assignments", n, c.max, held)
+	}
+	for total+n > c.max || len(c.entries) >= maxArtifacts {
+		e := c.oldest(nil, keep)
 		if e == nil {
-			return errs.Retry(errs.NoSpace, "%d bytes do not fit: all that the cache of %d bytes holds is in use", n, c.max)
+			return errs.Retry(errs.NoSpace, "the cache has %d artifacts already, all of them read now or named by assignments", len(c.entries))
 		}
 		total -= e.Size
 		c.remove(e, nil)
@@ -415,11 +457,12 @@ func (c *Cache) makeRoom(n int64) error {
 	return nil
 }
 
-// oldest is the least recently used entry that nobody reads; c.mu is held.
-func (c *Cache) oldest(except *entry) *entry {
+// oldest is the least recently used entry that nobody reads and that is not in
+// keep; c.mu is held.
+func (c *Cache) oldest(except *entry, keep map[string]bool) *entry {
 	var oldest *entry
 	for _, e := range c.entries {
-		if e != except && e.readers == 0 && (oldest == nil || e.used.Before(oldest.used)) {
+		if e != except && e.readers == 0 && !keep[e.SHA256] && (oldest == nil || e.used.Before(oldest.used)) {
 			oldest = e
 		}
 	}

@@ -2,6 +2,7 @@ package artifact
 
 import (
 	"bytes"
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -42,6 +43,11 @@ type gateway struct {
 	flip      func(url string, off int64) bool // a chunk's first byte comes wrong
 	silent    int                              // so many bodies never say anything
 	gate      chan struct{}                    // when set, each chunk waits for one token
+	step      int64                            // … or each so many bytes
+	only      map[int64]bool                   // when set, the chunks that come at all
+	shift     int64                            // bodies begin so many bytes late
+	endless   bool                             // bodies and lists never end
+	drip      int                              // at most so many bytes come at a time
 	locates   int
 	fetches   []string
 }
@@ -89,6 +95,9 @@ func (g *gateway) Fetch(ctx context.Context, url string, off int64) (io.ReadClos
 		if other := g.lists[ref]; other != nil {
 			l = other
 		}
+		if g.endless {
+			return io.NopCloser(io.MultiReader(bytes.NewReader(l), zeros{})), nil
+		}
 		return io.NopCloser(bytes.NewReader(l)), nil
 	}
 	g.fetches = append(g.fetches, fmt.Sprintf("%s@%d", strings.Split(url, "/")[1], off/chunkSize))
@@ -98,7 +107,7 @@ func (g *gateway) Fetch(ctx context.Context, url string, off int64) (io.ReadClos
 		context.AfterFunc(ctx, func() { w.CloseWithError(ctx.Err()) })
 		return r, nil
 	}
-	b := g.artifacts[ref][off:]
+	b := g.artifacts[ref][min(off+g.shift, int64(len(g.artifacts[ref]))):]
 	if g.cut > 0 {
 		b = b[:min(int64(len(b)), g.cut)]
 	}
@@ -114,11 +123,26 @@ type body struct {
 }
 
 func (b *body) Read(p []byte) (int, error) {
+	if len(b.rest) == 0 && b.g.endless {
+		return zeros{}.Read(p)
+	}
 	if len(b.rest) == 0 {
 		return 0, io.EOF
 	}
-	n := copy(p, b.rest[:min(len(b.rest), int(chunkSize-b.off%chunkSize))])
-	if b.off%chunkSize == 0 {
+	step := cmp.Or(b.g.step, chunkSize)
+	most := min(int64(len(b.rest)), step-b.off%step)
+	if b.g.drip > 0 {
+		most = min(most, int64(b.g.drip))
+	}
+	n := copy(p, b.rest[:most])
+	if b.off%step == 0 {
+		b.g.mu.Lock()
+		held := b.g.only != nil && !b.g.only[b.off/chunkSize]
+		b.g.mu.Unlock()
+		if held {
+			<-b.ctx.Done()
+			return 0, b.ctx.Err()
+		}
 		if b.g.gate != nil {
 			select {
 			case <-b.g.gate:
@@ -136,6 +160,13 @@ func (b *body) Read(p []byte) (int, error) {
 }
 
 func (b *body) Close() error { return nil }
+
+type zeros struct{}
+
+func (zeros) Read(p []byte) (int, error) {
+	clear(p)
+	return len(p), nil
+}
 
 func noise(n int, seed byte) []byte {
 	b := make([]byte, n)
@@ -509,7 +540,9 @@ func (w wild) Fetch(context.Context, string, int64) (io.ReadCloser, error) {
 	return io.NopCloser(bytes.NewReader(make([]byte, 32))), nil
 }
 
-func TestFullDisk(t *testing.T) {
+// smallDisk is a folder on a file system of 1 MiB.
+func smallDisk(t *testing.T) string {
+	t.Helper()
 	if os.Getuid() != 0 {
 		t.Skip("needs root: mounts a small file system")
 	}
@@ -518,6 +551,11 @@ func TestFullDisk(t *testing.T) {
 		t.Skipf("needs root: mount: %s", out)
 	}
 	t.Cleanup(func() { exec.Command("umount", dir).Run() })
+	return dir
+}
+
+func TestFullDisk(t *testing.T) {
+	dir := smallDisk(t)
 	old, big, small := noise(9*chunkSize, 1), noise(14*chunkSize, 2), noise(9*chunkSize, 3)
 	g := newGateway(old, big, small)
 	c := newCache(t, dir, 1<<30, g) // a bound that the disk does not have

@@ -7,6 +7,7 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"slices"
 	"syscall"
 	"time"
 
@@ -18,16 +19,49 @@ const (
 	// wait are told.
 	attempts = 8
 	// maxBad is how often one artifact's chunks may come wrong.
-	maxBad = 3
-	// lookahead is how many chunks away a reader's wish may be before the fetch
-	// goes there instead of on.
-	lookahead = 4
+	maxBad    = 3
 	pieceSize = 256 << 10
+	// trickle is what must come of a connection for it not to count as silent.
+	trickle = 16 << 10
 )
 
-// want makes sure that somebody fetches chunk i of e; c.mu is held.
+// want makes sure that somebody fetches chunk i of e, for one more reader; c.mu is held.
 func (c *Cache) want(e *entry, i int) {
-	e.wanted = i
+	known := false
+	for k := range e.wishes {
+		if e.wishes[k].chunk == i {
+			e.wishes[k].readers++
+			known = true
+		}
+	}
+	if !known {
+		e.wishes = append(e.wishes, wish{i, 1})
+	}
+	// What nobody waits for makes way, even in its middle.
+	if e.cut != nil && !e.wished(e.current) {
+		e.cut()
+		e.cut, e.wasCut = nil, true
+	}
+	c.start(e)
+}
+
+// wished reports whether a reader waits for chunk i; c.mu is held.
+func (e *entry) wished(i int) bool {
+	return slices.ContainsFunc(e.wishes, func(w wish) bool { return w.chunk == i })
+}
+
+// unwant is one reader that waits no more for chunk i; c.mu is held.
+func (e *entry) unwant(i int) {
+	e.wishes = slices.DeleteFunc(e.wishes, func(w wish) bool { return w.chunk == i && w.readers == 1 })
+	for k := range e.wishes {
+		if e.wishes[k].chunk == i {
+			e.wishes[k].readers--
+		}
+	}
+}
+
+// start begins a fetch of what is missing unless one runs; c.mu is held.
+func (c *Cache) start(e *entry) {
 	if e.fetching || e.gone || c.closed {
 		return
 	}
@@ -47,14 +81,14 @@ func (c *Cache) want(e *entry, i int) {
 	})
 }
 
-// next picks the chunk to fetch after chunk at: what a reader waits for, else
-// the next one that is missing. -1: none is.
+// next picks the chunk to fetch after chunk at: what a reader has waited for the
+// longest, else the next one that is missing. -1: none is.
 func (c *Cache) next(e *entry, at int) int {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	n := len(e.have)
-	if w := e.wanted; w >= 0 && !e.have[w] && (w < at || w > at+lookahead) {
-		at = w
+	if len(e.wishes) > 0 {
+		at = e.wishes[0].chunk
 	}
 	for i := range n {
 		if j := (at + i) % n; !e.have[j] {
@@ -64,10 +98,30 @@ func (c *Cache) next(e *entry, at int) int {
 	return -1
 }
 
+// begin says that chunk i comes next, by a connection that cut ends. False: it is
+// not to come, because somebody waits for another one.
+func (c *Cache) begin(e *entry, i int, cut context.CancelFunc) bool {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if e.wasCut || len(e.wishes) > 0 && !e.wished(i) {
+		return false
+	}
+	e.current, e.cut = i, cut
+	return true
+}
+
+// end says that the connection brings no more, and reports whether it was cut.
+func (c *Cache) end(e *entry) (wasCut bool) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	wasCut, e.cut, e.wasCut = e.wasCut, nil, false
+	return wasCut
+}
+
 // fetch brings every missing chunk, the wanted ones first.
 func (c *Cache) fetch(ctx context.Context, e *entry) error {
 	failed, bad, at, turn := 0, 0, 0, 0
-	piece := make([]byte, pieceSize)
+	piece := make([]byte, c.piece)
 	for {
 		i := c.next(e, at)
 		if i < 0 {
@@ -77,6 +131,9 @@ func (c *Cache) fetch(ctx context.Context, e *entry) error {
 		if c.known(e, i, piece) {
 			at = i + 1
 			continue
+		}
+		if ctx.Err() != nil {
+			return ctx.Err()
 		}
 		url := e.URLs[turn%len(e.URLs)]
 		got, err := c.fetchFrom(ctx, e, url, i, piece)
@@ -113,17 +170,28 @@ func (c *Cache) fetch(ctx context.Context, e *entry) error {
 // fetchFrom reads chunks from one connection, starting with chunk i, for as long
 // as the next one is what is wanted. It tells how many it brought.
 func (c *Cache) fetchFrom(ctx context.Context, e *entry, url string, i int, piece []byte) (got int, err error) {
-	ctx, cancel := context.WithCancel(ctx)
-	defer cancel()
-	silence := time.AfterFunc(c.stall, cancel)
+	ctx, cut := context.WithCancel(ctx)
+	defer cut()
+	if c.begin(e, i, cut) {
+		got, err = c.stream(ctx, cut, e, url, i, piece)
+	}
+	if c.end(e) {
+		return got, nil
+	}
+	return got, err
+}
+
+func (c *Cache) stream(ctx context.Context, cut context.CancelFunc, e *entry, url string, i int, piece []byte) (got int, err error) {
+	silence := time.AfterFunc(c.stall, cut)
 	defer silence.Stop()
 	body, err := c.source.Fetch(ctx, url, int64(i)*e.ChunkSize)
 	if err != nil {
 		return 0, fmt.Errorf("fetch from %s: %w", url, err)
 	}
 	defer body.Close()
+	from := &awake{Reader: body, silence: silence, limit: c.stall}
 	for {
-		sum, err := c.store(e, i, awake{body, silence, c.stall}, piece)
+		sum, err := c.store(ctx, e, i, from, piece)
 		if err != nil {
 			return got, err
 		}
@@ -133,22 +201,24 @@ func (c *Cache) fetchFrom(ctx context.Context, e *entry, url string, i int, piec
 		c.arrived(e, i)
 		got++
 		i++
-		if c.next(e, i) != i || c.maybe(e, i) {
+		if c.next(e, i) != i || c.maybe(e, i) || !c.begin(e, i, cut) {
 			return got, nil
 		}
 	}
 }
 
-// awake puts the end of a silent connection off at every read.
+// awake puts the end of a silent connection off whenever a little has come.
 type awake struct {
 	io.Reader
 	silence *time.Timer
 	limit   time.Duration
+	since   int // bytes since it was put off
 }
 
-func (a awake) Read(p []byte) (int, error) {
+func (a *awake) Read(p []byte) (int, error) {
 	n, err := a.Reader.Read(p)
-	if n > 0 {
+	if a.since += n; a.since >= min(trickle, len(p)) {
+		a.since = 0
 		a.silence.Reset(a.limit)
 	}
 	return n, err
@@ -156,7 +226,7 @@ func (a awake) Read(p []byte) (int, error) {
 
 // store writes one chunk to the file and gives the digest of what came. Nobody
 // reads it before arrived.
-func (c *Cache) store(e *entry, i int, body io.Reader, piece []byte) (sum [sha256.Size]byte, err error) {
+func (c *Cache) store(ctx context.Context, e *entry, i int, body io.Reader, piece []byte) (sum [sha256.Size]byte, err error) {
 	h := sha256.New()
 	off, left := int64(i)*e.ChunkSize, e.length(i)
 	for left > 0 {
@@ -168,7 +238,7 @@ func (c *Cache) store(e *entry, i int, body io.Reader, piece []byte) (sum [sha25
 			return sum, fmt.Errorf("read chunk %d: %w", i, err)
 		}
 		h.Write(p)
-		if err := c.write(e, p, off); err != nil {
+		if err := c.write(ctx, e, p, off); err != nil {
 			return sum, err
 		}
 		off, left = off+int64(len(p)), left-int64(len(p))
@@ -177,7 +247,7 @@ func (c *Cache) store(e *entry, i int, body io.Reader, piece []byte) (sum [sha25
 }
 
 // write makes room on a full disk as long as there is something to evict.
-func (c *Cache) write(e *entry, p []byte, off int64) error {
+func (c *Cache) write(ctx context.Context, e *entry, p []byte, off int64) error {
 	for {
 		_, err := e.file.WriteAt(p, off)
 		if err == nil {
@@ -187,13 +257,34 @@ func (c *Cache) write(e *entry, p []byte, off int64) error {
 			return errs.New(errs.Internal, "store artifact %s: %v", e.SHA256, err)
 		}
 		c.mu.Lock()
-		oldest := c.oldest(e)
+		oldest := c.oldest(e, c.keep())
 		if oldest != nil {
 			c.remove(oldest, nil)
 		}
 		c.mu.Unlock()
 		if oldest == nil {
-			return errs.New(errs.NoSpace, "store artifact %s: the disk is full, and nothing in the cache is out of use", e.SHA256)
+			return errs.New(errs.NoSpace, "store artifact %s: the disk is full, and all else in the cache is read now or named by assignments", e.SHA256)
+		}
+		// Its file holds the disk until its own fetch has ended.
+		if err := c.ended(ctx, oldest); err != nil {
+			return err
+		}
+	}
+}
+
+// ended waits for the fetch of a removed entry to end.
+func (c *Cache) ended(ctx context.Context, e *entry) error {
+	for {
+		c.mu.Lock()
+		fetching, changed := e.fetching, e.changed
+		c.mu.Unlock()
+		if !fetching {
+			return nil
+		}
+		select {
+		case <-changed:
+		case <-ctx.Done():
+			return ctx.Err()
 		}
 	}
 }
@@ -207,9 +298,8 @@ func (c *Cache) arrived(e *entry, i int) {
 		e.have[i] = true
 		e.missing--
 	}
-	if e.wanted == i {
-		e.wanted = -1
-	}
+	e.wishes = slices.DeleteFunc(e.wishes, func(w wish) bool { return w.chunk == i })
+	e.cut = nil // until the next one begins
 	e.broadcast()
 }
 

@@ -5,6 +5,7 @@ import (
 	"errors"
 	"io"
 	"io/fs"
+	"os"
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 )
@@ -42,57 +43,87 @@ func (r *Reader) Seek(offset int64, whence int) (int64, error) {
 
 // Read gives only bytes whose chunk was verified.
 func (r *Reader) Read(p []byte) (int, error) {
-	if r.closed {
-		return 0, fs.ErrClosed
-	}
-	if r.off >= r.entry.Size {
-		return 0, io.EOF
-	}
-	if len(p) == 0 {
+	if len(p) == 0 && !r.closed && r.off < r.entry.Size {
 		return 0, nil
 	}
-	i := int(r.off / r.entry.ChunkSize)
-	if err := r.await(i); err != nil {
+	f, off, n, err := r.Next(int64(len(p)))
+	if err != nil {
 		return 0, err
 	}
-	end := int64(i)*r.entry.ChunkSize + r.entry.length(i)
-	n, err := r.entry.file.ReadAt(p[:min(int64(len(p)), end-r.off)], r.off)
-	r.off += int64(n)
-	if err == io.EOF && n > 0 {
+	got, err := f.ReadAt(p[:n], off)
+	r.off = off + int64(got)
+	if err == io.EOF && got > 0 {
 		err = nil
 	}
-	return n, err
+	return got, err
+}
+
+// Next moves on by n bytes, at least one and at most limit, and tells where they
+// are: verified, in the file from off on. The file is the cache's: it is for
+// reading at offsets, until the reader is closed.
+func (r *Reader) Next(limit int64) (f *os.File, off, n int64, err error) {
+	if r.closed {
+		return nil, 0, 0, fs.ErrClosed
+	}
+	e := r.entry
+	if r.off >= e.Size {
+		return nil, 0, 0, io.EOF
+	}
+	first := int(r.off / e.ChunkSize)
+	if err := r.await(first); err != nil {
+		return nil, 0, 0, err
+	}
+	end := e.end(first)
+	r.cache.mu.Lock()
+	for i := first + 1; end-r.off < limit && i < len(e.have) && e.have[i]; i++ {
+		end = e.end(i)
+	}
+	r.cache.mu.Unlock()
+	off, n = r.off, min(limit, end-r.off)
+	r.off += n
+	return e.file, off, n, nil
 }
 
 // await returns when chunk i is there.
 func (r *Reader) await(i int) error {
 	c, e := r.cache, r.entry
-	asked := false
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if e.have[i] && !e.gone && !c.closed {
+		return nil
+	}
+	waits := false
+	defer func() {
+		if waits && !e.have[i] {
+			e.unwant(i)
+		}
+	}()
 	for {
-		c.mu.Lock()
 		switch {
 		case c.closed:
-			c.mu.Unlock()
 			return errs.Retry(errs.Unavailable, "the artifact cache is closed")
 		case e.have[i] && !e.gone:
-			c.mu.Unlock()
 			return nil
-		case e.gone || asked && !e.fetching && e.err != nil:
-			err := e.err
-			c.mu.Unlock()
-			if err == nil {
-				err = errs.Retry(errs.Unavailable, "artifact %s was removed", e.SHA256)
+		case e.gone || waits && !e.fetching && e.err != nil:
+			if e.err == nil {
+				return errs.Retry(errs.Unavailable, "artifact %s was removed", e.SHA256)
 			}
-			return err
+			return e.err
+		case !waits:
+			waits = true
+			c.want(e, i)
+		default:
+			c.start(e)
 		}
-		c.want(e, i)
-		asked = true
 		changed := e.changed
 		c.mu.Unlock()
 		select {
 		case <-changed:
 		case <-r.ctx.Done():
-			return r.ctx.Err()
+		}
+		c.mu.Lock()
+		if err := r.ctx.Err(); err != nil {
+			return err
 		}
 	}
 }
