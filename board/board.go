@@ -7,6 +7,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"strings"
 
 	"github.com/BurntSushi/toml"
 )
@@ -24,12 +25,18 @@ type Board struct {
 	Kernel Kernel `toml:"kernel"`
 	Boot   Boot   `toml:"boot"`
 	// Netboot maps the name under which a box serves a file to its path on the build machine.
-	Netboot  map[string]string `toml:"netboot"`
-	Programs PerRole           `toml:"programs"`
-	Files    PerRole           `toml:"files"`
-	Commands Commands          `toml:"commands"`
-	Modules  Modules           `toml:"modules"`
-	Budget   Budget            `toml:"budget"`
+	Netboot map[string]string `toml:"netboot"`
+	// NetbootOptional are more of them, which the build machine may lack: then the box
+	// refuses the machines that need them.
+	NetbootOptional map[string]string `toml:"netboot_optional"`
+	// Also are the further architectures, by Go's name, whose machines the box boots
+	// into a ramdisk.
+	Also     map[string]Also `toml:"also"`
+	Programs PerRole         `toml:"programs"`
+	Files    PerRole         `toml:"files"`
+	Commands Commands        `toml:"commands"`
+	Modules  Modules         `toml:"modules"`
+	Budget   Budget          `toml:"budget"`
 }
 
 // Kernel says which kernel is used and how it is started.
@@ -37,6 +44,20 @@ type Kernel struct {
 	// Package is a Debian package: a kernel, or one that depends on it.
 	Package string `toml:"package"`
 	Cmdline string `toml:"cmdline"`
+}
+
+// Also is a ramdisk for another architecture. All of it comes from Debian packages of
+// that architecture.
+type Also struct {
+	// Kernel is a package: a kernel, or one that depends on it.
+	Kernel string `toml:"kernel"`
+	// Netboot maps the name under which a box serves a file to a package and a path in
+	// it, joined by a colon.
+	Netboot map[string]string `toml:"netboot"`
+	// Modules are load and common alone; a name that the kernel does not know is left out.
+	Modules Modules `toml:"modules"`
+	// RamdiskInitrd is the most bytes of the initrd; 0 is no bound.
+	RamdiskInitrd int64 `toml:"ramdisk_initrd"`
 }
 
 // Boot holds paths of the boot loader and of the stub that a UKI starts with.
@@ -125,6 +146,16 @@ func parse(path string, data []byte) (*Board, error) {
 	} {
 		if f.value == "" {
 			return nil, fmt.Errorf("%s: %s is missing", path, f.key)
+		}
+	}
+	for arch, also := range b.Also {
+		if also.Kernel == "" {
+			return nil, fmt.Errorf("%s: also.%s.kernel is missing", path, arch)
+		}
+		for name, from := range also.Netboot {
+			if pkg, file, ok := strings.Cut(from, ":"); !ok || pkg == "" || !strings.HasPrefix(file, "/") {
+				return nil, fmt.Errorf("%s: also.%s.netboot %q is %q: want a package and a path, such as ipxe:/usr/lib/ipxe/snponly.efi", path, arch, name, from)
+			}
 		}
 	}
 	return &b, nil

@@ -201,6 +201,17 @@ func holds(t *testing.T, initrd, name string) bool {
 	if err != nil {
 		t.Fatal(err)
 	}
+	for _, r := range contents(t, packed) {
+		if r.Name == name {
+			return true
+		}
+	}
+	return false
+}
+
+// contents are the files of a compressed initramfs.
+func contents(t *testing.T, packed []byte) []cpio.Record {
+	t.Helper()
 	dec, err := zstd.NewReader(nil)
 	if err != nil {
 		t.Fatal(err)
@@ -219,12 +230,7 @@ func holds(t *testing.T, initrd, name string) bool {
 	if err != nil {
 		t.Fatal(err)
 	}
-	for _, r := range records {
-		if r.Name == name {
-			return true
-		}
-	}
-	return false
+	return records
 }
 
 // machine is a VM of one test.

@@ -63,6 +63,9 @@ const (
 	ManifestFile  = "manifest.json"
 )
 
+// netbootDir is where a box has what it serves.
+const netbootDir = "usr/share/bc/netboot/"
+
 // build is one run.
 type build struct {
 	Options
@@ -71,9 +74,15 @@ type build struct {
 	work string
 	m    *manifest.Manifest
 
+	// apt is what Debian's client needs in its environment for another architecture.
+	apt     []string
 	kernel  *kernel
 	bin     map[string]string
 	busybox string
+	// lenient leaves modules out that the kernel does not know.
+	lenient bool
+	// also are the files that the box serves to other architectures, by their names.
+	also map[string][]byte
 }
 
 // ErrBudget says that a file is larger than its board allows.
@@ -117,6 +126,7 @@ func Build(ctx context.Context, o Options) (*manifest.Manifest, error) {
 		{"kernel", b.fetchKernel},
 		{"programs", b.buildPrograms},
 		{"ramdisk", b.makeRamdisk},
+		{"ramdisks of other architectures", b.makeAlso},
 		{"site", b.makeSite},
 		{"node", b.makeNode},
 		{"manifest", b.describe},
@@ -164,15 +174,21 @@ func (b *build) makeSite(ctx context.Context) error {
 		return err
 	}
 	for name, from := range b.board.Netboot {
-		if err := tree.Copy("usr/share/bc/netboot/"+name, from, 0o644); err != nil {
+		if err := tree.Copy(netbootDir+name, from, 0o644); err != nil {
 			return err
 		}
 		b.source(from)
 	}
+	if err := b.addOptional(tree); err != nil {
+		return err
+	}
 	for _, name := range []string{RamdiskKernel, RamdiskInitrd} {
-		if err := tree.Copy("usr/share/bc/netboot/"+name, filepath.Join(b.Out, name), 0o644); err != nil {
+		if err := tree.Copy(netbootDir+name, filepath.Join(b.Out, name), 0o644); err != nil {
 			return err
 		}
+	}
+	for name, data := range b.also {
+		tree.File(netbootDir+name, data, 0o644)
 	}
 	if err := b.addPlugins(tree); err != nil {
 		return err
@@ -244,7 +260,7 @@ func (b *build) pack(role string, tree *archive.Tree) ([]byte, error) {
 }
 
 func (b *build) describe(context.Context) error {
-	for _, name := range []string{SiteImage, SiteEFI, NodeImage, RamdiskKernel, RamdiskInitrd} {
+	for _, name := range append([]string{SiteImage, SiteEFI, NodeImage, RamdiskKernel, RamdiskInitrd}, b.alsoFiles()...) {
 		f, err := manifest.Describe(b.Out, name)
 		if err != nil {
 			return err

@@ -35,8 +35,16 @@ var packageName = regexp.MustCompile(`^[a-z0-9][a-z0-9.+-]+$`)
 
 // command runs a program of the build machine in dir.
 func command(ctx context.Context, dir string, argv ...string) (string, error) {
+	return commandWith(ctx, dir, nil, argv...)
+}
+
+// commandWith is command with more in its environment.
+func commandWith(ctx context.Context, dir string, env []string, argv ...string) (string, error) {
 	cmd := exec.CommandContext(ctx, argv[0], argv[1:]...)
 	cmd.Dir = dir
+	if env != nil {
+		cmd.Env = append(os.Environ(), env...)
+	}
 	var stderr strings.Builder
 	cmd.Stderr = &stderr
 	out, err := cmd.Output()
@@ -67,17 +75,10 @@ func (b *build) fetchKernel(ctx context.Context) error {
 			return err
 		}
 	}
-	sum, err := digest(deb)
+	sum, err := b.note("kernel", deb, lock)
 	if err != nil {
 		return err
 	}
-	name, version, _ := packageOf(deb)
-	locked := lock[name].sha256 == sum
-	if !locked {
-		b.Log.Warn("NOTICE: the kernel is not the one that the board is locked to; the manifest says which was used",
-			"used", name+" "+version, "sha256", sum, "lock", filepath.Join(b.board.Dir, lockFile))
-	}
-	b.m.Packages = append(b.m.Packages, manifest.Package{Name: name, Version: version, SHA256: sum, Locked: locked})
 
 	dir := filepath.Join(b.Cache, "kernel-"+sum[:16])
 	if _, err := os.Stat(dir); errors.Is(err, fs.ErrNotExist) {
@@ -110,6 +111,21 @@ func (b *build) fetchKernel(ctx context.Context) error {
 	return nil
 }
 
+// note puts a package into the manifest, and says aloud where it is not the locked one.
+func (b *build) note(what, deb string, lock map[string]locked) (sum string, err error) {
+	if sum, err = digest(deb); err != nil {
+		return "", err
+	}
+	name, version, _ := packageOf(deb)
+	locked := lock[name].sha256 == sum
+	if !locked {
+		b.Log.Warn("NOTICE: the "+what+" is not the one that the board is locked to; the manifest says which was used",
+			"used", name+" "+version, "sha256", sum, "lock", filepath.Join(b.board.Dir, lockFile))
+	}
+	b.m.Packages = append(b.m.Packages, manifest.Package{Name: name, Version: version, SHA256: sum, Locked: locked})
+	return sum, nil
+}
+
 // depmod is in sbin, which is not on everybody's path.
 func depmod() string {
 	if path, err := exec.LookPath("depmod"); err == nil {
@@ -121,17 +137,31 @@ func depmod() string {
 // lockedKernel finds the locked package in the cache; empty where it is not.
 func (b *build) lockedKernel(debs string, lock map[string]locked) (string, error) {
 	for name, l := range lock {
-		if !strings.HasPrefix(name, "linux-image-") {
+		if !b.isKernel(name) {
 			continue
 		}
-		matches, err := filepath.Glob(filepath.Join(debs, name+"_*.deb"))
-		if err != nil {
-			return "", fmt.Errorf("look into cache: %w", err)
+		if deb, err := lockedDeb(debs, name, l); err != nil || deb != "" {
+			return deb, err
 		}
-		for _, m := range matches {
-			if sum, err := digest(m); err == nil && sum == l.sha256 {
-				return m, nil
-			}
+	}
+	return "", nil
+}
+
+// isKernel says whether a package is a kernel for the board's architecture, whose
+// name is Debian's too.
+func (b *build) isKernel(name string) bool {
+	return strings.HasPrefix(name, "linux-image-") && strings.HasSuffix(name, "-"+b.board.Arch)
+}
+
+// lockedDeb finds one locked package in the cache; empty where it is not.
+func lockedDeb(debs, name string, l locked) (string, error) {
+	matches, err := filepath.Glob(filepath.Join(debs, name+"_*.deb"))
+	if err != nil {
+		return "", fmt.Errorf("look into cache: %w", err)
+	}
+	for _, m := range matches {
+		if sum, err := digest(m); err == nil && sum == l.sha256 {
+			return m, nil
 		}
 	}
 	return "", nil
@@ -139,14 +169,14 @@ func (b *build) lockedKernel(debs string, lock map[string]locked) (string, error
 
 func (b *build) downloadKernel(ctx context.Context, debs string, lock map[string]locked) (string, error) {
 	for name, l := range lock {
-		if strings.HasPrefix(name, "linux-image-") {
+		if b.isKernel(name) {
 			if deb, err := b.download(ctx, debs, name, l.version); err == nil {
 				return deb, nil
 			}
 		}
 	}
 	name := b.board.Kernel.Package
-	out, err := command(ctx, "", "apt-cache", "depends", name)
+	out, err := commandWith(ctx, "", b.apt, "apt-cache", "depends", name)
 	if err != nil {
 		return "", err
 	}
@@ -174,7 +204,7 @@ func (b *build) download(ctx context.Context, debs, name, version string) (strin
 		want += "=" + version
 	}
 	b.Log.Info("fetching a package", "package", want)
-	if _, err := command(ctx, tmp, "apt-get", "-qq", "download", want); err != nil {
+	if _, err := commandWith(ctx, tmp, b.apt, "apt-get", "-qq", "download", want); err != nil {
 		return "", err
 	}
 	file, err := onlyEntry(tmp)

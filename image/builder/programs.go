@@ -61,6 +61,9 @@ const urootModule = "github.com/u-root/u-root"
 // buildCommands makes one program of u-root's commands, by u-root's own
 // builder. That takes a while and rarely changes: it is cached by what goes in.
 func (b *build) buildCommands(ctx context.Context) error {
+	if len(b.board.Commands.URoot) == 0 {
+		return nil
+	}
 	out, err := command(ctx, b.Root, "go", "list", "-m", "-f", "{{.Version}} {{.Dir}}", urootModule)
 	if err != nil {
 		return err

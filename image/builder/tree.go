@@ -61,7 +61,9 @@ func (b *build) tree(ctx context.Context, role string) (*archive.Tree, error) {
 	if err != nil {
 		return nil, err
 	}
-	if len(unknown) > 0 {
+	if len(unknown) > 0 && b.lenient {
+		b.Log.Warn("NOTICE: the kernel has no such modules", "kernel", b.kernel.release, "modules", strings.Join(unknown, " "))
+	} else if len(unknown) > 0 {
 		return nil, fmt.Errorf("kernel %s has no modules %s", b.kernel.release, strings.Join(unknown, ", "))
 	}
 	if err := t.CopyDir("lib", filepath.Join(mods, "lib")); err != nil {

@@ -22,9 +22,23 @@ func Args(cfg Config) ([]string, error) {
 	if name == "" {
 		name = "vm"
 	}
+	machine, cpu, code := "q35,graphics=off", "max", codePath
+	if cfg.ARM64 {
+		if err := cfg.checkARM64(); err != nil {
+			return nil, err
+		}
+		// Real pointer authentication is most of what the emulation would do.
+		machine, cpu, code = "virt", "max,pauth-impdef=on", codeARM64Path
+	}
+	if cfg.SecureBoot != "" {
+		if !cfg.UEFI || secureVars[cfg.SecureBoot] == "" {
+			return nil, fmt.Errorf("secure boot %q: want UEFI and microsoft or snakeoil", cfg.SecureBoot)
+		}
+		machine, code = machine+",smm=on", secureCodePath
+	}
 	args := []string{
 		"-name", escape(name),
-		"-machine", "q35,graphics=off",
+		"-machine", machine,
 		"-m", strconv.Itoa(memory),
 		"-smp", strconv.Itoa(cpus),
 		"-nodefaults", "-no-user-config", "-display", "none",
@@ -35,7 +49,7 @@ func Args(cfg Config) ([]string, error) {
 	}
 	switch cfg.Accel {
 	case "", "tcg":
-		args = append(args, "-accel", "tcg,thread=multi", "-cpu", "max")
+		args = append(args, "-accel", "tcg,thread=multi", "-cpu", cpu)
 	case "kvm":
 		args = append(args, "-accel", "kvm", "-cpu", "host")
 	default:
@@ -43,8 +57,12 @@ func Args(cfg Config) ([]string, error) {
 	}
 	if cfg.UEFI {
 		args = append(args,
-			"-drive", "if=pflash,format=raw,unit=0,readonly=on,file="+escape(codePath),
+			"-drive", "if=pflash,format=raw,unit=0,readonly=on,file="+escape(code),
 			"-drive", "if=pflash,format=raw,unit=1,file="+escape(cfg.Vars))
+	}
+	if cfg.SecureBoot != "" {
+		// Without SMM's protection the variables, and so the keys, would be the system's to write.
+		args = append(args, "-global", "driver=cfi.pflash01,property=secure,value=on", "-global", "ICH9-LPC.disable_s3=1")
 	}
 	if cfg.UUID != "" {
 		args = append(args, "-uuid", cfg.UUID)
@@ -90,6 +108,20 @@ func Args(cfg Config) ([]string, error) {
 		args = append(args, "-no-reboot")
 	}
 	return append(args, cfg.Extra...), nil
+}
+
+// checkARM64 refuses what only a PC has.
+func (cfg Config) checkARM64() error {
+	for what, has := range map[string]bool{
+		"a BIOS": !cfg.UEFI, "these Secure Boot keys": cfg.SecureBoot != "", "KVM here": cfg.Accel == "kvm",
+		"an i6300esb": cfg.Watchdog, "a VGA": cfg.VGA,
+		"SATA": slices.ContainsFunc(cfg.Disks, func(d Disk) bool { return d.Bus == "sata" }),
+	} {
+		if has {
+			return fmt.Errorf("an arm64 machine has not %s", what)
+		}
+	}
+	return nil
 }
 
 func diskArgs(i, sata int, d Disk) (drive, device string, err error) {

@@ -32,7 +32,16 @@ const (
 	nsenterPath = "/usr/bin/nsenter"
 	codePath    = "/usr/share/OVMF/OVMF_CODE_4M.fd"
 	varsPath    = "/usr/share/OVMF/OVMF_VARS_4M.fd"
+	// The firmware for Secure Boot.
+	secureCodePath = "/usr/share/OVMF/OVMF_CODE_4M.secboot.fd"
+	// Those of arm64.
+	qemuARM64Path = "/usr/bin/qemu-system-aarch64"
+	codeARM64Path = "/usr/share/AAVMF/AAVMF_CODE.fd"
+	varsARM64Path = "/usr/share/AAVMF/AAVMF_VARS.fd"
 )
+
+// secureVars are the variables with keys in them, by whose they are.
+var secureVars = map[string]string{"microsoft": "/usr/share/OVMF/OVMF_VARS_4M.ms.fd", "snakeoil": "/usr/share/OVMF/OVMF_VARS_4M.snakeoil.fd"}
 
 // Config is a machine. The zero value of a field means what its comment says.
 type Config struct {
@@ -42,8 +51,13 @@ type Config struct {
 	Dir string
 	// UEFI starts OVMF, with Vars as its variables; otherwise SeaBIOS.
 	UEFI bool
-	// Vars is the file of UEFI variables, made from the empty template when it is
-	// not there; Dir/vars.fd when empty.
+	// ARM64 is a machine of that architecture, with its own EDK2; it needs UEFI.
+	ARM64 bool
+	// SecureBoot turns it on, with the keys of PCs ("microsoft") or the one whose
+	// private half is in package ovmf too ("snakeoil"); off when empty.
+	SecureBoot string
+	// Vars is the file of UEFI variables, made from the template when it is not there;
+	// Dir/vars.fd when empty.
 	Vars string
 
 	MemoryMiB int // 1024
@@ -147,12 +161,47 @@ func Available(uefi bool) error {
 	if uefi {
 		need = append(need, [2]string{codePath, "ovmf"}, [2]string{varsPath, "ovmf"})
 	}
+	return there(need...)
+}
+
+// AvailableARM64 is Available for an arm64 machine.
+func AvailableARM64() error {
+	return there([2]string{qemuARM64Path, "qemu-system-arm"}, [2]string{codeARM64Path, "qemu-efi-aarch64"}, [2]string{varsARM64Path, "qemu-efi-aarch64"})
+}
+
+func there(need ...[2]string) error {
 	for _, n := range need {
 		if _, err := os.Stat(n[0]); err != nil {
 			return fmt.Errorf("%s is not there: install package %s", n[0], n[1])
 		}
 	}
 	return nil
+}
+
+// program is the QEMU of the machine.
+func (cfg Config) program() string {
+	if cfg.ARM64 {
+		return qemuARM64Path
+	}
+	return qemuPath
+}
+
+// template is what the machine's UEFI variables begin as.
+func (cfg Config) template() string {
+	switch {
+	case cfg.ARM64:
+		return varsARM64Path
+	case cfg.SecureBoot != "":
+		return secureVars[cfg.SecureBoot]
+	}
+	return varsPath
+}
+
+func (cfg Config) available() error {
+	if cfg.ARM64 {
+		return AvailableARM64()
+	}
+	return Available(cfg.UEFI)
 }
 
 // Overlay makes a qcow2 file at dst that reads from the raw image base and
@@ -182,7 +231,7 @@ func Start(ctx context.Context, cfg Config) (*VM, error) {
 	if cfg.Log == nil {
 		cfg.Log = slog.New(slog.DiscardHandler)
 	}
-	if cfg.Accel == "" {
+	if cfg.Accel == "" && !cfg.ARM64 {
 		cfg.Accel = os.Getenv("ACCEL")
 	}
 	if cfg.Vars == "" {
@@ -196,11 +245,11 @@ func Start(ctx context.Context, cfg Config) (*VM, error) {
 }
 
 func start(ctx context.Context, cfg Config) (*VM, error) {
-	if err := Available(cfg.UEFI); err != nil {
+	if err := cfg.available(); err != nil {
 		return nil, err
 	}
 	if cfg.UEFI {
-		if err := seedVars(cfg.Vars); err != nil {
+		if err := seedVars(cfg.Vars, cfg.template()); err != nil {
 			return nil, err
 		}
 	}
@@ -215,9 +264,9 @@ func start(ctx context.Context, cfg Config) (*VM, error) {
 	}
 	defer theirs.Close()
 
-	path := qemuPath
+	path := cfg.program()
 	if cfg.Netns != "" {
-		args = append([]string{"--net=" + cfg.Netns, "--", qemuPath}, args...)
+		args = append([]string{"--net=" + cfg.Netns, "--", path}, args...)
 		path = nsenterPath
 	}
 	serialFile, err := os.Create(filepath.Join(cfg.Dir, "serial.log"))
@@ -309,15 +358,15 @@ func start(ctx context.Context, cfg Config) (*VM, error) {
 }
 
 // seedVars makes the file of UEFI variables from the template, unless it is there.
-func seedVars(path string) error {
+func seedVars(path, template string) error {
 	if _, err := os.Stat(path); err == nil {
 		return nil
 	}
-	template, err := os.ReadFile(varsPath)
+	data, err := os.ReadFile(template)
 	if err != nil {
 		return fmt.Errorf("read the UEFI variables' template: %w", err)
 	}
-	if err := os.WriteFile(path, template, 0o600); err != nil {
+	if err := os.WriteFile(path, data, 0o600); err != nil {
 		return fmt.Errorf("make the UEFI variables: %w", err)
 	}
 	return nil

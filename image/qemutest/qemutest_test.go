@@ -269,6 +269,44 @@ func TestArgs(t *testing.T) {
 	}
 }
 
+func TestArgsSecureBoot(t *testing.T) {
+	args, err := Args(Config{UEFI: true, SecureBoot: "microsoft", Vars: "v"})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{"q35,graphics=off,smm=on", "driver=cfi.pflash01,property=secure,value=on", "if=pflash,format=raw,unit=0,readonly=on,file=" + secureCodePath} {
+		if !slices.Contains(args, want) {
+			t.Errorf("Args() lacks %q: %q", want, args)
+		}
+	}
+	if got := (Config{SecureBoot: "snakeoil"}).template(); got != secureVars["snakeoil"] {
+		t.Errorf("template() = %q, want %q", got, secureVars["snakeoil"])
+	}
+	for _, cfg := range []Config{{SecureBoot: "microsoft"}, {UEFI: true, SecureBoot: "mine"}} {
+		if _, err := Args(cfg); err == nil {
+			t.Errorf("Args(%+v) is no error", cfg)
+		}
+	}
+}
+
+func TestArgsARM64(t *testing.T) {
+	args, err := Args(Config{ARM64: true, UEFI: true, Vars: "v", NICs: []NIC{{Netdev: "user", ROM: "none"}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for _, want := range []string{"virt", "max,pauth-impdef=on", "if=pflash,format=raw,unit=0,readonly=on,file=" + codeARM64Path, "virtio-net-pci,id=nic0,netdev=net0,romfile="} {
+		if !slices.Contains(args, want) {
+			t.Errorf("Args() lacks %q: %q", want, args)
+		}
+	}
+	for _, cfg := range []Config{{}, {UEFI: true, VGA: true}, {UEFI: true, SecureBoot: "microsoft"}, {UEFI: true, Disks: []Disk{{Path: "d", Bus: "sata"}}}} {
+		cfg.ARM64 = true
+		if _, err := Args(cfg); err == nil {
+			t.Errorf("Args(%+v) is no error", cfg)
+		}
+	}
+}
+
 func TestOverlay(t *testing.T) {
 	if _, err := os.Stat(qemuImgPath); err != nil {
 		t.Skip("needs QEMU: package qemu-utils is not there")
