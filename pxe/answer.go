@@ -1,15 +1,22 @@
 package pxe
 
 import (
+	"cmp"
+	"context"
 	"errors"
 	"fmt"
+	"io"
+	"log/slog"
 	"net/netip"
+	"strings"
 	"sync"
+	"time"
 
 	"github.com/better-compute/site-appliance/pxe/attempts"
 	"github.com/better-compute/site-appliance/pxe/decide"
 	"github.com/better-compute/site-appliance/pxe/dhcp"
 	"github.com/better-compute/site-appliance/pxe/files"
+	"github.com/better-compute/site-appliance/pxe/grub"
 	"github.com/better-compute/site-appliance/pxe/httpboot"
 	"github.com/better-compute/site-appliance/pxe/pxev1"
 )
@@ -24,9 +31,17 @@ type Heard struct {
 type heard struct {
 	arch decide.Arch
 	uuid string
+	// told is whom a proxy's offer was last told of, and when.
+	told   decide.Client
+	toldAt time.Time
 }
 
-const maxHeard = 8192
+const (
+	maxHeard = 8192
+	// proxiedFor is how long a client asks in vain before it gives up: what it sends
+	// meanwhile is the same request.
+	proxiedFor = 30 * time.Second
+)
 
 func (t *Heard) note(mac string, h heard) {
 	t.mu.Lock()
@@ -34,7 +49,22 @@ func (t *Heard) note(mac string, h heard) {
 	if t.byMAC == nil || len(t.byMAC) >= maxHeard {
 		t.byMAC = make(map[string]heard)
 	}
+	before := t.byMAC[mac]
+	h.told, h.toldAt = before.told, before.toldAt
 	t.byMAC[mac] = h
+}
+
+// proxied says whether a client's request at a proxy is a new one.
+func (t *Heard) proxied(mac string, c decide.Client, now time.Time) bool {
+	t.mu.Lock()
+	defer t.mu.Unlock()
+	h := t.byMAC[mac]
+	if h.told == c && now.Sub(h.toldAt) < proxiedFor && !now.Before(h.toldAt) {
+		return false
+	}
+	h.told, h.toldAt = c, now
+	t.byMAC[mac] = h
+	return true
 }
 
 func (t *Heard) of(mac string) heard {
@@ -64,43 +94,90 @@ func (s *server) ask(mac string) decide.Request {
 	return s.request(mac, h)
 }
 
-// decide is Decide, and a denial where the box has not the boot program that
-// comes first.
+// decide is Decide, and a denial where the box has not the files that the client
+// needs.
 func (c *Config) decide(r decide.Request) decide.Decision {
 	d := decide.Decide(r)
-	if d.Loader == "" {
-		return d
+	for _, name := range needs(r.Client, d) {
+		f, err := c.Files.Open(name)
+		if err != nil {
+			return decide.Decision{Action: decide.Deny, Reason: fmt.Sprintf("the box has no %s, which %s needs", name, r.Client)}
+		}
+		_ = f.Close() // it was only looked at
 	}
-	f, err := c.Files.Open(d.Loader)
-	if err != nil {
-		return decide.Decision{Action: decide.Deny, Reason: fmt.Sprintf("the box has no %s, which %s needs", d.Loader, r.Client)}
+	if d.HTTP && strings.HasPrefix(d.Loader, "grub/") && !c.speaksHTTP(cmp.Or(decide.Second(d.Loader), d.Loader)) {
+		return decide.Decision{Action: decide.Deny, Reason: "the box's GRUB fetches nothing over HTTP, as Debian's before 2.12: this machine boots by PXE"}
 	}
-	_ = f.Close() // it was only looked at
 	return d
 }
 
-// bootDHCP is what a boot request is answered with; called from DHCP's one loop.
+// needs are the box's files that a decision comes down to and that not every box has.
+func needs(who decide.Client, d decide.Decision) []string {
+	var names []string
+	if d.Loader != "" {
+		names = append(names, d.Loader)
+	}
+	if second := decide.Second(d.Loader); second != "" {
+		names = append(names, second)
+	}
+	if d.Action == decide.RunAgent && who.Arch == decide.ARM64 {
+		names = append(names, files.ARM64Kernel, files.ARM64Initrd)
+	}
+	return names
+}
+
+// maxGRUB is many times an image's size.
+const maxGRUB = 32 << 20
+
+// speaksHTTP looks into the box's GRUB.
+func (c *Config) speaksHTTP(name string) bool {
+	f, err := c.Files.Open(name)
+	if err != nil {
+		return false
+	}
+	defer f.Close()
+	image, err := io.ReadAll(io.LimitReader(f, maxGRUB))
+	return err == nil && grub.SpeaksHTTP(image)
+}
+
+// bootDHCP is what a boot request is answered with; called from the loops of DHCP
+// and DHCPv6.
 func (s *server) bootDHCP(ask dhcp.Ask) string {
 	who, ip, base := ask.Who, ask.IP, s.baseAt(ask.Server)
-	h := heard{who.Client.Arch, who.UUID}
+	h := heard{arch: who.Client.Arch, uuid: who.UUID}
 	s.Heard.note(who.MAC, h)
 	r := s.request(who.MAC, h)
 	r.Client = who.Client
 	d := s.decide(r)
+	if ask.Server.Is6() {
+		d = over6(d)
+	}
 	m := r.Assigned()
 	if r.Machine == nil && s.seen.Fresh(who.MAC, s.Now()) {
-		s.Log.Info("unknown machine asks to boot", "mac", who.MAC, "client", who.Client.String(), "arch", who.Arch)
+		level := slog.LevelInfo
+		if !s.logged.More("", s.Now()) {
+			level = slog.LevelDebug
+		}
+		s.Log.Log(context.Background(), level, "unknown machine asks to boot", "mac", who.MAC, "client", who.Client.String(), "arch", who.Arch)
 		s.events.put("pxe.discovered", "state", who.MAC, Discovered{MAC: who.MAC, Interface: s.Interface, Client: who.Client.String(),
-			Arch: who.Arch, ProductUUID: who.UUID, Class: who.Class, IP: ip.String()})
+			Arch: who.Arch, ProductUUID: who.UUID, Class: who.Class, IP: text(ip)})
 	}
 	detail := d.Action.String() + ": " + d.Reason
 	switch {
-	case ask.Step == dhcp.Acknowledged && m != nil:
-		s.stage(Stage{MAC: who.MAC, MachineID: m.MachineId, Stage: "dhcp", Client: who.Client.String(), IP: ip.String(), Detail: detail})
+	case m != nil && (ask.Step == dhcp.Acknowledged || ask.Step == dhcp.Proxied && s.Heard.proxied(who.MAC, who.Client, s.Now())):
+		s.stage(Stage{MAC: who.MAC, MachineID: m.MachineId, Stage: "dhcp", Client: who.Client.String(), IP: text(ip), Detail: detail})
 	default:
 		s.remember(who.MAC, "dhcp", who.Client.String(), detail, who.Client.Program != decide.IPXE)
 	}
 	return s.named(base, who.MAC, m, d)
+}
+
+// text is an address, and nothing where another server gives it.
+func text(ip netip.Addr) string {
+	if !ip.IsValid() {
+		return ""
+	}
+	return ip.String()
 }
 
 // named is the file name or URL of a decision; empty: none.
@@ -119,17 +196,35 @@ func (s *server) named(base, mac string, m *pxev1.Machine, d decide.Decision) st
 	return httpboot.ScriptURL(base, mac)
 }
 
-// openTFTP gives a machine the boot programs that DHCP could name to it.
-func (s *server) openTFTP(client netip.Addr, name string) (files.File, error) {
+// openTFTP gives a machine the boot programs that DHCP could name to it, and its
+// GRUB what it asks for.
+func (s *server) openTFTP(ctx context.Context, client netip.Addr, name string) (files.File, error) {
 	mac, ok := s.holder(client)
 	if !ok {
 		return nil, errors.New("the address holds no lease")
+	}
+	server := s.serverFor(client)
+	if f, ok, err := s.http.OpenTFTP(ctx, mac, httpboot.Home{Server: server, Base: s.baseAt(server)}, name); ok {
+		return f, err
 	}
 	d, ok := decide.Fetchable(s.ask(mac), name)
 	if !ok {
 		return nil, errors.New(d.Reason)
 	}
 	return s.Files.Open(d.Loader)
+}
+
+// serverFor is the address that a machine reaches the box by.
+func (s *server) serverFor(client netip.Addr) netip.Addr {
+	if client.Is6() {
+		return s.IPv6.Address.Addr()
+	}
+	for _, n := range s.relayed() {
+		if n.Network.Contains(client) && n.Server.IsValid() {
+			return n.Server
+		}
+	}
+	return s.Address.Addr()
 }
 
 func (s *server) remember(mac, stage, client, detail string, begins bool) {
@@ -148,10 +243,15 @@ func (c *Config) Explain(mac string) *pxev1.ExplainResult {
 		out.MachineId = m.MachineId
 	}
 	for _, client := range decide.Clients {
+		if client.Program == decide.GRUB && client.Arch == decide.X64 && r.Assigned().GetLoader() != "shim" {
+			continue // none comes there
+		}
 		r.Client = client
 		d := c.decide(r)
 		protocol, file := "dhcp", ""
 		switch {
+		case client.Program == decide.GRUB:
+			protocol, file = "tftp", "grub/grub.cfg"
 		case d.Loader != "" && d.HTTP:
 			protocol, file = "http", "/boot/<mac>/"+d.File()
 		case d.Loader != "":

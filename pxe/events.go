@@ -20,7 +20,7 @@ type event struct {
 	body             any
 }
 
-const queueLength = 256
+const queueLength = 4096
 
 func newEvents(to func(name, class, key string, body any), log *slog.Logger) *events {
 	return &events{to: to, log: log, queue: make(chan event, queueLength), ended: make(chan struct{})}

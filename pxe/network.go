@@ -9,6 +9,7 @@ import (
 	"strings"
 	"time"
 
+	"github.com/better-compute/site-appliance/pxe/arp"
 	"github.com/better-compute/site-appliance/pxe/dhcp"
 	"github.com/better-compute/site-appliance/pxe/lease"
 	"github.com/better-compute/site-appliance/pxe/pxev1"
@@ -212,6 +213,35 @@ func (s *server) foreign(f dhcp.Foreign) {
 		body.Offered = f.Offered.String()
 	}
 	s.events.put("pxe.foreign", "state", s.Interface+" "+body.Server, body)
+}
+
+// Conflict is what pxe.conflict says: an address of the pool that somebody uses
+// who has no lease of it.
+type Conflict struct {
+	Interface string `json:"interface"`
+	IP        string `json:"ip"`
+	// MAC is who answered for it; empty where a machine declined it.
+	MAC string `json:"mac,omitempty"`
+	// DeclinedBy is the machine that found it in use.
+	DeclinedBy string `json:"declined_by,omitempty"`
+	// Outcome is "withheld", "kept" or, for one that answers for too much,
+	// "disbelieved".
+	Outcome string `json:"outcome"`
+}
+
+func (s *server) conflict(f arp.Finding) {
+	c := Conflict{Interface: s.Interface, IP: f.Address.String(), MAC: f.MAC, Outcome: "withheld"}
+	switch {
+	case f.Disbelieved:
+		c.Outcome = "disbelieved"
+	case f.Kept != nil:
+		c.Outcome = "kept"
+	}
+	s.events.put("pxe.conflict", "state", s.Interface+" "+c.IP, c)
+}
+
+func (s *server) declined(mac string, ip netip.Addr) {
+	s.events.put("pxe.conflict", "state", s.Interface+" "+ip.String(), Conflict{Interface: s.Interface, IP: ip.String(), DeclinedBy: mac, Outcome: "withheld"})
 }
 
 // maxBMCs bounds what is remembered of those that were told.

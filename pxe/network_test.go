@@ -3,6 +3,7 @@ package pxe
 import (
 	"context"
 	"errors"
+	"net"
 	"net/netip"
 	"path/filepath"
 	"reflect"
@@ -11,6 +12,7 @@ import (
 	"time"
 
 	"github.com/insomniacslk/dhcp/dhcpv4"
+	"github.com/insomniacslk/dhcp/dhcpv4/nclient4"
 
 	"github.com/better-compute/site-appliance/pxe/dhcp"
 	"github.com/better-compute/site-appliance/pxe/lease"
@@ -167,5 +169,59 @@ func TestRunRefusesBesideAnother(t *testing.T) {
 	cancel()
 	if err := <-done; err != nil {
 		t.Errorf("Run = %v, want nil", err)
+	}
+}
+
+// TestConflictsAreTold: an address of the pool that answers without a lease, and
+// one that its machine declines, are events.
+func TestConflictsAreTold(t *testing.T) {
+	if !pxetest.InNamespace(t) {
+		return
+	}
+	dir := t.TempDir()
+	bootFiles(t, dir)
+	h := pxetest.Join(t, "box0", netip.MustParsePrefix(boxAddr+"/24"), "m0", macRAM)
+	b := start(t, "box0", dir, nil)
+
+	const squatted = "10.77.0.150"
+	h.SetAddress(netip.MustParsePrefix(squatted+"/24"), netip.Addr{})
+	own, err := net.ParseMAC(macRAM)
+	if err != nil {
+		t.Fatal(err)
+	}
+	other, err := net.ParseMAC(macDisk)
+	if err != nil {
+		t.Fatal(err)
+	}
+	h.Do(func() error {
+		c, err := nclient4.New(h.Iface, nclient4.WithHWAddr(other), nclient4.WithTimeout(time.Second), nclient4.WithRetry(5))
+		if err != nil {
+			return err
+		}
+		defer c.Close()
+		_, err = c.DiscoverOffer(t.Context(), dhcpv4.WithBroadcast(true), dhcpv4.WithOption(dhcpv4.OptRequestedIPAddress(net.ParseIP(squatted))))
+		return err
+	})
+	b.wait(t, 20*time.Second, "pxe.conflict state box0 "+squatted+" {Interface:box0 IP:"+squatted+" MAC:"+macRAM+" DeclinedBy: Outcome:withheld}")
+
+	ack := mustDORA(t, h, asUEFI).ACK
+	had := ack.YourIPAddr.String()
+	h.Do(func() error {
+		m, err := dhcpv4.New(dhcpv4.WithHwAddr(own), dhcpv4.WithMessageType(dhcpv4.MessageTypeDecline),
+			dhcpv4.WithOption(dhcpv4.OptRequestedIPAddress(ack.YourIPAddr)), dhcpv4.WithOption(dhcpv4.OptServerIdentifier(ack.ServerIdentifier())))
+		if err != nil {
+			return err
+		}
+		c, err := net.Dial("udp4", boxAddr+":67")
+		if err != nil {
+			return err
+		}
+		defer c.Close()
+		_, err = c.Write(m.ToBytes())
+		return err
+	})
+	b.wait(t, 20*time.Second, "pxe.conflict state box0 "+had+" {Interface:box0 IP:"+had+" MAC: DeclinedBy:"+macRAM+" Outcome:withheld}")
+	if again := mustDORA(t, h, asUEFI).ACK.YourIPAddr.String(); again == had {
+		t.Errorf("after declining %s the machine got it again", had)
 	}
 }

@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"net"
 	"net/netip"
 	"strings"
 	"sync"
@@ -18,12 +19,15 @@ import (
 	"github.com/better-compute/site-appliance/pxe/assign"
 	"github.com/better-compute/site-appliance/pxe/attempts"
 	"github.com/better-compute/site-appliance/pxe/boots"
+	"github.com/better-compute/site-appliance/pxe/chain"
 	"github.com/better-compute/site-appliance/pxe/decide"
 	"github.com/better-compute/site-appliance/pxe/dhcp"
+	"github.com/better-compute/site-appliance/pxe/dhcp6"
 	"github.com/better-compute/site-appliance/pxe/discover"
 	"github.com/better-compute/site-appliance/pxe/files"
 	"github.com/better-compute/site-appliance/pxe/httpboot"
 	"github.com/better-compute/site-appliance/pxe/lease"
+	"github.com/better-compute/site-appliance/pxe/limit"
 	"github.com/better-compute/site-appliance/pxe/pxev1"
 	"github.com/better-compute/site-appliance/pxe/syslog"
 	"github.com/better-compute/site-appliance/pxe/tftp"
@@ -51,12 +55,15 @@ type Config struct {
 	Relayed []Relayed
 	// Reservations are those of the configuration; assigned machines have theirs beside them.
 	Reservations []lease.Reservation
+	// IPv6 is served beside IPv4 where it has an address.
+	IPv6 IPv6
 	// StateDir holds the interface's lease file.
 	StateDir string
 	Assign   *assign.Store
 	Files    files.Source
-	// Cmdline is the ramdisk kernel's command line, without initrd= arguments.
-	Cmdline string
+	// Cmdline is the ramdisk kernel's command line, without initrd= arguments, and
+	// ARM64Cmdline the one on arm64.
+	Cmdline, ARM64Cmdline string
 	// Boot makes the initrd that is appended for one boot of the machine.
 	Boot func(ctx context.Context, b httpboot.Booting) ([]byte, error)
 	// Counts is how often machines have booted and what is done; one for all interfaces.
@@ -91,7 +98,7 @@ type Discovered struct {
 	IP          string `json:"ip,omitempty"`
 }
 
-// Stage is how far a boot has come: dhcp, tftp, http-loader, script, kernel, initrd, boot, uki, iso, progress, done.
+// Stage is how far a boot has come: dhcp, tftp, http-loader, script, kernel, initrd, boot, uki, iso, missing, progress, done.
 type Stage struct {
 	MAC       string `json:"mac"`
 	MachineID string `json:"machine_id"`
@@ -107,7 +114,7 @@ func Run(ctx context.Context, cfg Config) error {
 	if err := cfg.fill(); err != nil {
 		return err
 	}
-	s := &server{Config: cfg, events: newEvents(cfg.Event, cfg.Log)}
+	s := &server{Config: cfg, events: newEvents(cfg.Event, cfg.Log), logged: limit.Minute{Most: 512}}
 	if err := cfg.Assign.Damaged(); err != nil {
 		cfg.Log.Error("boot assignments lost until the gateway sends them again", "err", err)
 	}
@@ -143,6 +150,9 @@ func (c *Config) fill() error {
 	case c.Assign == nil || c.Counts == nil || c.Files == nil || c.Boot == nil || c.Event == nil || c.Log == nil:
 		return errs.New(errs.InvalidConfig, "pxe on %s: the wiring is incomplete", c.Interface)
 	}
+	if err := c.check6(); err != nil {
+		return err
+	}
 	if c.HTTPPort == 0 {
 		c.HTTPPort = 80
 	}
@@ -166,7 +176,11 @@ func (c *Config) fill() error {
 	c.Log = c.Log.With("interface", c.Interface)
 	c.reserved = make(map[string]bool)
 	for _, r := range c.Reservations {
-		c.reserved[strings.ToLower(r.MAC)] = true
+		hw, err := net.ParseMAC(r.MAC)
+		if err != nil {
+			return errs.New(errs.InvalidConfig, "pxe on %s: reservation of %s: %q is not a MAC", c.Interface, r.Address, r.MAC)
+		}
+		c.reserved[hw.String()] = true
 	}
 	return nil
 }
@@ -188,6 +202,8 @@ type server struct {
 	events *events
 	http   *httpboot.Handler
 	seen   discover.Filter
+	logged limit.Minute // strangers that are logged
+	chains chain.Memory
 	bmcs   map[string]BMC
 }
 
@@ -201,7 +217,7 @@ func (s *server) serve(ctx context.Context) error {
 			return fmt.Errorf("http: %w", err)
 		}
 		defer ln.Close()
-		tftpd, err := tftp.Listen(ctx, tftp.Config{Interface: s.Interface, Address: s.Address.Addr(), Open: s.openTFTP, Ended: s.endedTFTP, Log: s.Log})
+		tftpd, err := tftp.Listen(ctx, s.tftpConfig(ctx, s.Address.Addr()))
 		if err != nil {
 			return err
 		}
@@ -215,14 +231,14 @@ func (s *server) serve(ctx context.Context) error {
 			services = append(services, lines.Serve)
 		}
 		s.http = httpboot.New(httpboot.Config{
-			Holder: s.holder, Request: s.ask, Counts: s.Counts, Files: s.Files, Cmdline: s.Cmdline, Boot: s.Boot,
+			Holder: s.holder, Request: s.ask, Counts: s.Counts, Files: s.Files, Cmdline: s.Cmdline, ARM64Cmdline: s.ARM64Cmdline, Boot: s.bootArchive,
 			Artifacts: s.Artifacts, Stage: s.stageHTTP, Syslog: lines != nil, Now: s.Now, Log: s.Log,
 		})
 		services = append(services, tftpd.Serve, func(ctx context.Context) error { return httpboot.Serve(ctx, ln, s.http, s.Log) })
 	}
 	var offered func(netip.Addr, string)
 	if s.Mode == dhcp.Authoritative || s.Mode == dhcp.Reservations {
-		prober, err := arp.Listen(arp.Config{Interface: s.Interface, Pool: localPool, Leases: s.leases, Log: s.Log})
+		prober, err := arp.Listen(arp.Config{Interface: s.Interface, Pool: localPool, Leases: s.leases, Found: s.conflict, Log: s.Log})
 		if err != nil {
 			return err
 		}
@@ -233,13 +249,16 @@ func (s *server) serve(ctx context.Context) error {
 	var err error
 	s.dhcpd, err = dhcp.Listen(ctx, dhcp.Config{
 		Interface: s.Interface, Mode: s.Mode, Local: s.local(), Relayed: s.relayed(), Takeover: s.Takeover, BMC: s.BMC, Leases: s.leases,
-		Known: s.known, Name: s.hostName, Boot: s.bootDHCP, Offered: offered, Seen: s.seenBMC, Foreign: s.foreign, Now: time.Now, Log: s.Log,
+		Known: s.known, Name: s.hostName, Boot: s.bootDHCP, Offered: offered, Seen: s.seenBMC, Declined: s.declined, Foreign: s.foreign, Chains: &s.chains, Now: time.Now, Log: s.Log,
 	})
 	if err != nil {
 		return err
 	}
 	defer s.dhcpd.Close()
 	services = append(services, s.dhcpd.Serve)
+	if s.IPv6.Address.IsValid() {
+		services = append(services, s.serve6)
+	}
 	s.Log.Info("network boot is served", "address", s.Address.String(), "assignment", s.Assign.Version())
 
 	ctx, cancel := context.WithCancel(ctx)
@@ -266,14 +285,21 @@ func (s *server) serve(ctx context.Context) error {
 }
 
 // holder is the MAC that has an address.
-func (s *server) holder(ip netip.Addr) (mac string, ok bool) { return s.dhcpd.Holder(ip) }
+func (s *server) holder(ip netip.Addr) (mac string, ok bool) {
+	if ip.Is6() {
+		return dhcp6.Holder(s.IPv6.Address, ip)
+	}
+	return s.dhcpd.Holder(ip)
+}
+
+func (s *server) tftpConfig(ctx context.Context, own netip.Addr) tftp.Config {
+	return tftp.Config{Interface: s.Interface, Address: own, Ended: s.endedTFTP, Log: s.Log,
+		Open: func(client netip.Addr, name string) (files.File, error) { return s.openTFTP(ctx, client, name) }}
+}
 
 // baseAt is how URLs begin for who reaches the box at an address.
 func (s *server) baseAt(server netip.Addr) string {
-	if s.HTTPPort == 80 {
-		return "http://" + server.String()
-	}
-	return fmt.Sprintf("http://%s:%d", server, s.HTTPPort)
+	return httpboot.Base(netip.AddrPortFrom(server, uint16(s.HTTPPort)))
 }
 
 func (s *server) endedTFTP(t tftp.Transfer) {
@@ -284,15 +310,24 @@ func (s *server) endedTFTP(t tftp.Transfer) {
 		s.Log.Debug("TFTP size asked", "client", t.Client.String(), "file", t.Name)
 	case t.Outcome == tftp.Failed:
 		s.Log.Warn("TFTP transfer failed", "client", t.Client.String(), "file", t.Name, "bytes", t.Bytes, "err", t.Err)
-	case m != nil:
-		s.dhcpd.Loaded(mac)
+	case m != nil && !strings.Contains(t.Name, "/"): // GRUB's files have stages of their own
+		s.chains.Loaded(protocolOf(t.Client), mac, time.Now())
 		s.stage(Stage{MAC: mac, MachineID: m.MachineId, Stage: "tftp", IP: t.Client.String(), Detail: t.Name})
 	}
 }
 
+// protocolOf is what told a client of its boot program.
+func protocolOf(client netip.Addr) chain.Protocol {
+	if client.Is6() {
+		return chain.DHCPv6
+	}
+	return chain.DHCPv4
+}
+
 func (s *server) stageHTTP(mac string, m *pxev1.Machine, stage, detail string) {
 	if stage == "http-loader" {
-		s.dhcpd.Loaded(mac)
+		// By which protocol it was named does not matter here: only PXE is taken to loop.
+		s.chains.Loaded(chain.DHCPv4, mac, time.Now())
 	}
 	s.stage(Stage{MAC: mac, MachineID: m.MachineId, Stage: stage, Detail: detail})
 }

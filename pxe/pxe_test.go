@@ -212,7 +212,7 @@ func get(h *pxetest.Host, url string) (int, []byte, error) {
 	dial := func(ctx context.Context, _, addr string) (net.Conn, error) {
 		var conn net.Conn
 		err := h.Try(func() (err error) {
-			conn, err = (&net.Dialer{Timeout: time.Second}).DialContext(ctx, "tcp4", addr)
+			conn, err = (&net.Dialer{Timeout: time.Second}).DialContext(ctx, "tcp", addr)
 			return err
 		})
 		return conn, err

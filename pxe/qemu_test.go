@@ -11,6 +11,7 @@ import (
 	"time"
 
 	"github.com/better-compute/site-appliance/image/qemutest"
+	"github.com/better-compute/site-appliance/pxe/attempts"
 	"github.com/better-compute/site-appliance/pxe/httpboot"
 	"github.com/better-compute/site-appliance/pxe/pxetest"
 	"github.com/better-compute/site-appliance/pxe/pxev1"
@@ -110,9 +111,18 @@ func TestQEMUOtherPort(t *testing.T) {
 	const first, second = "52:54:00:00:01:03", "52:54:00:00:01:04"
 	m := ramdisk(first)
 	m.Macs = []string{first, second}
+	var heard attempts.Log
 	b := start(t, "br0", dir, func(c *Config) {
 		c.Boot = func(context.Context, httpboot.Booting) ([]byte, error) { return nil, errors.New("refused by the test") }
+		c.Attempts = &heard
 	}, m)
+	t.Cleanup(func() {
+		for _, mac := range m.Macs {
+			if t.Failed() { // what was heard before the first acknowledgement is no event
+				t.Logf("%s did: %+v", mac, heard.Of(mac, time.Now()))
+			}
+		}
+	})
 	vm := runQEMU(t, qemutest.Config{}, qemutest.NIC{MAC: first}, qemutest.NIC{MAC: second})
 	b.wait(t, 5*quiet, "pxe.stage telemetry "+first+" {MAC:"+first+" MachineID:node_a Stage:kernel")
 	local := localDisk(second)

@@ -12,6 +12,7 @@ import (
 	"net/http"
 	"net/url"
 	"os"
+	"strings"
 	"sync"
 	"time"
 
@@ -24,6 +25,9 @@ import (
 	"github.com/better-compute/site-appliance/appliance/invoke"
 	"github.com/better-compute/site-appliance/plugins/metal"
 )
+
+// strangerPrefix begins the id that a box gives a machine that nobody enrolled.
+const strangerPrefix = "mac-"
 
 // HardwareEvent carries a metal.Inspection; its key is the machine's id.
 const HardwareEvent = "machine.hardware"
@@ -78,11 +82,16 @@ func Run(ctx context.Context, c Config) error {
 	var a *agent.Agent
 	booted := &orders{assignment: boot.Assignment, voucher: boot.Voucher, bundle: func() *trust.Bundle { return a.Bundle() }}
 	images := &imager{orders: booted, report: boot.Report, sys: c.Sys, dev: c.Dev, artifacts: artifacts, via: boot.Via, client: plainClient(), machine: boot.MachineID, log: c.Log}
-	a, err = agent.New(agent.Config{
+	config := agent.Config{
 		Role: agentv1.Role_ROLE_RAMDISK, StateDir: c.StateDir, Boot: &boot, Dial: c.Dial, Version: c.Version, Build: c.Build,
-		Capabilities: []string{"image.stream/raw.zst"}, Kinds: []dispatch.Kind{images.kind(), invoke.New(invoke.Options{MachineID: func() string { return boot.MachineID }, Log: c.Log})},
 		ProductUUID: hardware.ProductUUID, MACs: macs, Log: c.Log,
-	})
+	}
+	// A machine that nobody enrolled reports its hardware; whoever asks it for more is refused.
+	if !strings.HasPrefix(boot.MachineID, strangerPrefix) {
+		config.Capabilities = []string{"image.stream/raw.zst", "disk.wipe"}
+		config.Kinds = []dispatch.Kind{images.kind(), images.wipeKind(), invoke.New(invoke.Options{MachineID: func() string { return boot.MachineID }, Log: c.Log})}
+	}
+	a, err = agent.New(config)
 	if err != nil {
 		return fmt.Errorf("start the agent: %w", err)
 	}

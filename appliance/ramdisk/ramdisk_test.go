@@ -115,6 +115,7 @@ type lab struct {
 	session     *agenttest.Session
 	gateway     *agenttest.Gateway
 	purpose     string      // of the signed assignment
+	id          string      // of the machine
 	posts       chan string // what the box was told
 }
 
@@ -135,7 +136,7 @@ func run(t *testing.T, f func(context.Context) error) {
 
 func newLab(t *testing.T, prepare ...func(*lab)) *lab {
 	t.Helper()
-	l := &lab{machine: newMachine(t), gateway: agenttest.Start(t), purpose: "deploy", posts: make(chan string, 100)}
+	l := &lab{machine: newMachine(t), gateway: agenttest.Start(t), purpose: "deploy", id: "node_1", posts: make(chan string, 100)}
 	for _, f := range prepare {
 		f(l)
 	}
@@ -148,7 +149,7 @@ func newLab(t *testing.T, prepare ...func(*lab)) *lab {
 	}
 	run(t, box.Run)
 	l.gateway.Session(1)
-	voucher, err := box.SignVoucher(&agentv1.Voucher{MachineId: "node_1", BootNonce: []byte("0123456789abcdef"), WindowId: "w1", Purpose: "deploy",
+	voucher, err := box.SignVoucher(&agentv1.Voucher{MachineId: l.id, BootNonce: []byte("0123456789abcdef"), WindowId: "w1", Purpose: "deploy",
 		IssuedAtMs: time.Now().UnixMilli(), NotAfterMs: time.Now().Add(time.Hour).UnixMilli()})
 	if err != nil {
 		t.Fatal(err)
@@ -170,13 +171,13 @@ func newLab(t *testing.T, prepare ...func(*lab)) *lab {
 		http.ServeContent(w, req, "", time.Time{}, bytes.NewReader(l.served))
 	}))
 	t.Cleanup(artifacts.Close)
-	assignment, err := mandate.Sign(signer{l.gateway.Authority.Command}, &pxev1.Assignment{MachineId: "node_1", Purpose: l.purpose, WindowId: "w1"})
+	assignment, err := mandate.Sign(signer{l.gateway.Authority.Command}, &pxev1.Assignment{MachineId: l.id, Purpose: l.purpose, WindowId: "w1"})
 	if err != nil {
 		t.Fatal(err)
 	}
 	join := l.gateway.Join("unused")
 	boot, err := json.Marshal(bootinfo.Info{
-		MachineID: "node_1", SiteID: agenttest.SiteID, GatewayURLs: []string{l.gateway.URL}, Via: l.gateway.Addr(),
+		MachineID: l.id, SiteID: agenttest.SiteID, GatewayURLs: []string{l.gateway.URL}, Via: l.gateway.Addr(),
 		CASPKI: join.CASPKI[:], RootSet: join.RootSet[:], Artifacts: artifacts.URL + "/artifacts", Voucher: encoded,
 		Assignment: assignment, Report: artifacts.URL + "/boot/mac/token/",
 	})
@@ -209,7 +210,7 @@ func (l *lab) command(t *testing.T, id string, req *imagev1.StreamRequest) *agen
 	if ref := req.GetSeed().GetNodeJoinRef(); ref != "" {
 		refs = []string{ref}
 	}
-	l.session.Command(&agentv1.CommandPayload{CommandId: id, Kind: StreamKind, Lane: "transfer", Args: args, SecretRefs: refs, TargetNodeId: "node_1"})
+	l.session.Command(&agentv1.CommandPayload{CommandId: id, Kind: StreamKind, Lane: "transfer", Args: args, SecretRefs: refs, TargetNodeId: l.id})
 	return l.session.Result(id)
 }
 

@@ -9,6 +9,7 @@ import (
 
 	"github.com/better-compute/site-appliance/appliance/site/config"
 	"github.com/better-compute/site-appliance/appliance/site/firewall"
+	"github.com/better-compute/site-appliance/pxe"
 	"github.com/better-compute/site-appliance/pxe/dhcp"
 	"github.com/better-compute/site-appliance/pxe/lease"
 )
@@ -17,12 +18,13 @@ const lansText = `
 [[lan]]
 interface = "eth1"
 address = "10.1.0.1/24"
+ipv6 = "fd00:10:1::1/64"
 dhcp = "authoritative"
 range = ["10.1.0.100", "10.1.0.199"]
 gateway = "10.1.0.254"
-dns = ["10.1.0.53"]
+dns = ["10.1.0.53", "fd00:10:1::53"]
 search = ["example.net"]
-ntp = ["10.1.0.123"]
+ntp = ["fd00:10:1::123", "10.1.0.123"]
 routes = ["10.9.0.0/16 via 10.1.0.253"]
 mtu = 1400
 [[lan.reservation]]
@@ -122,6 +124,9 @@ func TestPXEConfig(t *testing.T) {
 	if want := (dhcp.Subnet{Router: at("10.1.0.254"), DNS: []netip.Addr{at("10.1.0.53")}, NTP: []netip.Addr{at("10.1.0.123")}, Search: []string{"example.net"},
 		Routes: []dhcp.Route{{To: netip.MustParsePrefix("10.9.0.0/16"), Via: at("10.1.0.253")}}, MTU: 1400}); !reflect.DeepEqual(c.Told, want) {
 		t.Errorf("told = %+v, want %+v", c.Told, want)
+	}
+	if want := (pxe.IPv6{Address: netip.MustParsePrefix("fd00:10:1::1/64"), DNS: []netip.Addr{at("fd00:10:1::53")}, NTP: []netip.Addr{at("fd00:10:1::123")}}); !reflect.DeepEqual(c.IPv6, want) {
+		t.Errorf("IPv6 = %+v, want %+v", c.IPv6, want)
 	}
 	if want := []lease.Reservation{{MAC: "52:54:00:00:ab:01", Address: at("10.1.0.50")}}; !reflect.DeepEqual(c.Reservations, want) {
 		t.Errorf("reservations = %v, want %v: lower-case with colons", c.Reservations, want)

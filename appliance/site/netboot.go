@@ -10,6 +10,7 @@ import (
 	"io"
 	"net"
 	"net/http"
+	"net/netip"
 	"net/url"
 	"os"
 	"path/filepath"
@@ -34,6 +35,9 @@ import (
 
 // ramdiskCmdline boots the ramdisk. Nothing secret stands on a command line.
 const ramdiskCmdline = "console=tty0 console=ttyS0,115200 panic=10 random.trust_cpu=on"
+
+// arm64Cmdline names the two kinds of serial port that arm64 servers have.
+const arm64Cmdline = "console=tty0 console=ttyS0,115200 console=ttyAMA0,115200 panic=10 random.trust_cpu=on"
 
 // bootArchive mints a machine's voucher, for one boot, and packs it as an
 // initrd. It needs no line home.
@@ -99,6 +103,7 @@ func (s *site) netboot(l lan) func(context.Context) error {
 		}
 		c := pxeConfig(l.LAN)
 		c.Interface, c.StateDir, c.Assign, c.Files = l.name, state, s.assign, files.Dir(s.NetbootDir)
+		c.ARM64Cmdline = arm64Cmdline
 		c.Cmdline, c.Boot, c.Artifacts, c.Event = ramdiskCmdline, s.bootArchive(), s.openArtifact, s.emit
 		c.Counts, c.Heard, c.Attempts, c.Syslog = s.boots, &s.heard, &s.attempts, &s.syslog
 		c.Now, c.Log = s.agent.Clock().Now, s.Log.With("part", "netboot", "lan", l.name)
@@ -122,6 +127,7 @@ func (s *site) explain(mac string) (*pxev1.ExplainResult, error) {
 // pxeConfig is what a [[lan]] says of network boot.
 func pxeConfig(l config.LAN) pxe.Config {
 	c := pxe.Config{Address: l.Address, Mode: modes[l.Mode()], Takeover: l.Takeover, BMC: l.BMC, Told: tell(l.Told)}
+	c.IPv6 = pxe.IPv6{Address: l.IPv6, DNS: family(l.DNS, netip.Addr.Is6), NTP: family(l.NTP, netip.Addr.Is6)}
 	if len(l.Range) == 2 {
 		c.RangeStart, c.RangeEnd = l.Range[0], l.Range[1]
 	}
@@ -144,8 +150,18 @@ func pxeConfig(l config.LAN) pxe.Config {
 	return c
 }
 
+// family are the addresses of one kind.
+func family(all []netip.Addr, is func(netip.Addr) bool) (some []netip.Addr) {
+	for _, a := range all {
+		if is(a) {
+			some = append(some, a)
+		}
+	}
+	return some
+}
+
 func tell(t config.Told) dhcp.Subnet {
-	n := dhcp.Subnet{Router: t.Gateway, DNS: t.DNS, NTP: t.NTP, Search: t.Search, MTU: uint16(t.MTU)}
+	n := dhcp.Subnet{Router: t.Gateway, DNS: family(t.DNS, netip.Addr.Is4), NTP: family(t.NTP, netip.Addr.Is4), Search: t.Search, MTU: uint16(t.MTU)}
 	for _, r := range t.Routes {
 		n.Routes = append(n.Routes, dhcp.Route{To: r.To, Via: r.Via})
 	}

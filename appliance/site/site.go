@@ -161,7 +161,7 @@ func Run(ctx context.Context, c Config) error {
 	s.agent, err = agent.New(agent.Config{
 		Role: agentv1.Role_ROLE_SITE, StateDir: agentState, Identity: identityCopy(c.IdentityDevice),
 		Join: join, Version: c.Version, Build: c.Build, Lanes: cfg.Lanes,
-		Drivers: hosting.Advertised(plugins), Kinds: append(kinds, assignKind(s.assign, s.emit), explainKind(s.explain), driverKind, confirmKind(desk)), Log: c.Log.With("part", "agent"),
+		Drivers: hosting.Advertised(plugins), Kinds: append(kinds, assignKind(s.assign, s.emit), explainKind(s.explain), fetchKind(s.openArtifact), driverKind, confirmKind(desk)), Log: c.Log.With("part", "agent"),
 	})
 	if err != nil {
 		return err
@@ -172,6 +172,7 @@ func Run(ctx context.Context, c Config) error {
 	if s.cache, err = openCache(s, cfg.Cache.MaxBytes); err != nil {
 		return err
 	}
+	s.cache.Keep(func() map[string]bool { return s.assign.Named(s.now()) })
 	return supervise(ctx, c.Log, map[string]func(context.Context) error{
 		"agent": s.agent.Run, "media ca": s.tellCA, "problems": s.reportProblems, "protections": s.tellLost, "space": s.watchSpace,
 		"ports": func(ctx context.Context) error { return s.watchPorts(ctx, cfg) },

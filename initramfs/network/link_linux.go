@@ -3,6 +3,7 @@ package network
 import (
 	"errors"
 	"fmt"
+	"io/fs"
 	"net"
 	"net/netip"
 	"os"
@@ -20,6 +21,9 @@ type Links interface {
 	// Set makes address the interface's only IPv4 address, and gateway, if
 	// valid, its default route.
 	Set(name string, address netip.Prefix, gateway netip.Addr, metric int) error
+	// Add6 adds an IPv6 address, unless it is there, and lets the interface take
+	// neither another nor a router from what it hears.
+	Add6(name string, address netip.Prefix) error
 	// Clear takes IPv4 addresses off.
 	Clear(name string) error
 	// VLAN makes the interface name for an 802.1Q id on a port, unless it is there.
@@ -78,6 +82,23 @@ func (Kernel) Set(name string, address netip.Prefix, gateway netip.Addr, metric 
 	}
 	if err := netlink.RouteReplace(route); err != nil {
 		return fmt.Errorf("route by %s on %s: %w", gateway, name, err)
+	}
+	return nil
+}
+
+// Add6 implements Links.
+func (Kernel) Add6(name string, address netip.Prefix) error {
+	link, err := netlink.LinkByName(name)
+	if err != nil {
+		return fmt.Errorf("find interface %s: %w", name, err)
+	}
+	// A machine that says it is a router must not become the box's way out.
+	key := filepath.Join("/proc/sys/net/ipv6/conf", name, "accept_ra")
+	if err := os.WriteFile(key, []byte("0"), 0o644); err != nil {
+		return fmt.Errorf("let %s hear no routers: %w", name, err)
+	}
+	if err := netlink.AddrAdd(link, &netlink.Addr{IPNet: ipNet(address)}); err != nil && !errors.Is(err, unix.EEXIST) {
+		return fmt.Errorf("give %s to %s: %w", address, name, err)
 	}
 	return nil
 }
@@ -143,7 +164,9 @@ func ipNet(p netip.Prefix) *net.IPNet {
 }
 
 // Harden keeps the kernel from forwarding, and from answering on one interface
-// for an address of another. procSysNet is /proc/sys/net.
+// for an address of another, and has it remember more neighbours than the thousand
+// of its own choice, which a hall of machines, or a host that makes up addresses,
+// fills: who is not in the table is out of reach. procSysNet is /proc/sys/net.
 func Harden(procSysNet string) error {
 	var errs []error
 	for _, s := range []struct{ key, value string }{
@@ -158,6 +181,17 @@ func Harden(procSysNet string) error {
 	} {
 		if err := os.WriteFile(filepath.Join(procSysNet, s.key), []byte(s.value), 0o644); err != nil {
 			errs = append(errs, fmt.Errorf("set net.%s: %w", strings.ReplaceAll(s.key, "/", "."), err))
+		}
+	}
+	for _, family := range []string{"ipv4", "ipv6"} {
+		table := filepath.Join(procSysNet, family, "neigh", "default")
+		if _, err := os.Stat(table); errors.Is(err, fs.ErrNotExist) {
+			continue
+		}
+		for _, s := range []struct{ key, value string }{{"gc_thresh3", "32768"}, {"gc_thresh2", "16384"}, {"gc_thresh1", "4096"}} {
+			if err := os.WriteFile(filepath.Join(table, s.key), []byte(s.value), 0o644); err != nil {
+				errs = append(errs, fmt.Errorf("set net.%s.neigh.default.%s: %w", family, s.key, err))
+			}
 		}
 	}
 	return errors.Join(errs...)

@@ -293,7 +293,7 @@ func (m *Manager) hold(ctx context.Context, s Static, uplink bool) {
 	} else {
 		m.up(ctx, s.Interface)
 	}
-	told := ""
+	told, told6 := "", ""
 	for ctx.Err() == nil {
 		err := m.set(s)
 		text := fmt.Sprintf("%s has %s", s.Interface, s.Address)
@@ -314,6 +314,16 @@ func (m *Manager) hold(ctx context.Context, s Static, uplink bool) {
 						st.Uplink = s.Interface
 					}
 				}, dns)
+			}
+		}
+		if s.IPv6.IsValid() {
+			text := fmt.Sprintf("%s has %s", s.Interface, s.IPv6)
+			if err := m.Links.Add6(s.Interface, s.IPv6); err != nil {
+				text = fmt.Sprintf("%s: %v", s.Interface, err) // IPv4 is there without it
+			}
+			if text != told6 {
+				told6 = text
+				m.Say("%s", text)
 			}
 		}
 		if !sleep(ctx, upEvery) {

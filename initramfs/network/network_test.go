@@ -161,6 +161,15 @@ func (l *links) VLAN(port, name string, id int) error {
 	l.made = append(l.made, fmt.Sprintf("%s on %s: %d", name, port, id))
 	return nil
 }
+func (l *links) Add6(name string, a netip.Prefix) error {
+	l.mu.Lock()
+	defer l.mu.Unlock()
+	l.made = append(l.made, fmt.Sprintf("%s on %s", a, name))
+	if l.broken == "IPv6" {
+		return errors.New("the kernel has no IPv6")
+	}
+	return nil
+}
 func (l *links) Route(name string, r Route) error {
 	l.mu.Lock()
 	defer l.mu.Unlock()
@@ -371,6 +380,33 @@ func TestVLANsAndRelays(t *testing.T) {
 		cancel()
 		<-done
 	})
+}
+
+// TestIPv6: a LAN has both its addresses, again and again, and IPv4 where the
+// kernel has no IPv6.
+func TestIPv6(t *testing.T) {
+	for _, broken := range []string{"", "IPv6"} {
+		synctest.Test(t, func(t *testing.T) {
+			m, l := manager(t, servers{}, eth1)
+			l.broken = broken
+			ctx, cancel := context.WithCancel(t.Context())
+			done := make(chan struct{})
+			site := parse(t, "[[lan]]\nmac = \"52:54:00:00:00:02\"\naddress = \"10.77.0.1/24\"\nipv6 = \"fd00:77::1/64\"\ndhcp = \"authoritative\"\nrange = [\"10.77.0.9\", \"10.77.0.10\"]\n")
+			go func() { defer close(done); m.RunSite(ctx, site) }()
+			time.Sleep(upEvery + upEvery/2)
+			l.mu.Lock()
+			want := []string{"fd00:77::1/64 on eth1", "fd00:77::1/64 on eth1"}
+			if !reflect.DeepEqual(l.made, want) || l.addr["eth1"] != "10.77.0.1/24" {
+				t.Errorf("broken %q: made %q, addresses %v, want %q, and 10.77.0.1/24 on eth1", broken, l.made, l.addr, want)
+			}
+			l.mu.Unlock()
+			if got := m.Snapshot().Interfaces["eth1"]; got != "10.77.0.1/24" {
+				t.Errorf("broken %q: state has %q for eth1", broken, got)
+			}
+			cancel()
+			<-done
+		})
+	}
 }
 
 // TestLeaseInALAN: whoever answers on the uplink must not draw the box's LANs there.

@@ -56,8 +56,10 @@ func read(path string) string {
 type Static struct {
 	Interface string
 	Address   netip.Prefix
-	Gateway   netip.Addr
-	DNS       []netip.Addr
+	// IPv6 is a further address; not valid: none.
+	IPv6    netip.Prefix
+	Gateway netip.Addr
+	DNS     []netip.Addr
 	// VLAN is Interface's 802.1Q id on Port; 0: it is a port itself.
 	VLAN int
 	Port string
@@ -105,7 +107,7 @@ func Decide(site *config.Site, ifaces []Interface) Plan {
 			continue
 		}
 		taken[name] = true
-		static := Static{Interface: name, Address: l.Address}
+		static := Static{Interface: name, Address: l.Address, IPv6: l.IPv6}
 		if l.VLAN != 0 {
 			static.VLAN = l.VLAN
 			static.Port, _ = l.Name(there)

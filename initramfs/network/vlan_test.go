@@ -2,7 +2,10 @@ package network
 
 import (
 	"errors"
+	"fmt"
 	"net/netip"
+	"os"
+	"strings"
 	"testing"
 
 	"github.com/vishvananda/netlink"
@@ -48,6 +51,40 @@ func TestVLANInKernel(t *testing.T) {
 func vlansKnown(n *netnstest.Namespace) (known bool) {
 	n.Do(func() { _, err := netlink.LinkByName("eth1.42"); known = err == nil })
 	return known
+}
+
+// TestAdd6InKernel gives an address beside IPv4's, however often it is set, and
+// shuts the interface to what says that it is a router.
+func TestAdd6InKernel(t *testing.T) {
+	a, b := netnstest.New(t), netnstest.New(t)
+	a.Wire("eth1", netip.MustParsePrefix("192.0.2.1/24"), b, "far", netip.MustParsePrefix("192.0.2.2/24"))
+	a.Do(func() {
+		var k Kernel
+		address := netip.MustParsePrefix("fd00:77::1/64")
+		for range 2 {
+			if err := k.Add6("eth1", address); err != nil {
+				t.Errorf("Add6 = %v", err)
+			}
+		}
+		if err := k.Set("eth1", netip.MustParsePrefix("192.0.2.1/24"), netip.Addr{}, 0); err != nil {
+			t.Errorf("Set = %v", err)
+		}
+		link, err := netlink.LinkByName("eth1")
+		if err != nil {
+			t.Error(err)
+			return
+		}
+		addrs, err := netlink.AddrList(link, netlink.FAMILY_ALL)
+		if text := fmt.Sprint(addrs); err != nil || !strings.Contains(text, "fd00:77::1/64") || !strings.Contains(text, "192.0.2.1/24") {
+			t.Errorf("addresses = %v, %v, want both", addrs, err)
+		}
+		if got, err := os.ReadFile("/proc/sys/net/ipv6/conf/eth1/accept_ra"); err == nil && strings.TrimSpace(string(got)) != "0" {
+			t.Errorf("accept_ra = %s", got)
+		}
+		if err := k.Add6("eth9", address); err == nil {
+			t.Error("Add6 on a missing interface = nil, want an error")
+		}
+	})
 }
 
 // TestRoutes leads to a network behind a router, however often it is set.

@@ -12,6 +12,7 @@ import (
 	"slices"
 	"strings"
 	"sync"
+	"time"
 
 	"google.golang.org/protobuf/proto"
 
@@ -140,6 +141,20 @@ func (s *Store) Machines() []*pxev1.Machine {
 	s.mu.RLock()
 	defer s.mu.RUnlock()
 	return s.snapshot.Machines
+}
+
+// Named are the SHA-256s of the artifacts that machines may still ask for at now.
+func (s *Store) Named(now time.Time) map[string]bool {
+	named := make(map[string]bool)
+	for _, m := range s.Machines() {
+		if m.Action == pxev1.Action_ACTION_LOCAL_DISK || now.UnixMilli() >= m.WindowUntilMs {
+			continue
+		}
+		for _, digest := range digests(m) {
+			named[digest] = true
+		}
+	}
+	return named
 }
 
 // Version is the version in force, 0 before the first Apply.

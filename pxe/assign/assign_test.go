@@ -2,10 +2,12 @@ package assign
 
 import (
 	"bytes"
+	"maps"
 	"os"
 	"path/filepath"
 	"strings"
 	"testing"
+	"time"
 
 	"google.golang.org/protobuf/proto"
 
@@ -128,7 +130,8 @@ func TestCheck(t *testing.T) {
 		{"no address", edit(func(m *pxev1.Machine) { m.Address = "10.0.0.256" }), "address"},
 		{"IPv6 address", edit(func(m *pxev1.Machine) { m.Address = "fd00::1" }), "address"},
 		{"loader", edit(func(m *pxev1.Machine) { m.Loader = "ipxe" }), ""},
-		{"another loader", edit(func(m *pxev1.Machine) { m.Loader = "grub" }), "loader"},
+		{"shim", edit(func(m *pxev1.Machine) { m.Loader = "shim" }), ""},
+		{"another loader", edit(func(m *pxev1.Machine) { m.Loader = "grub" }), "loader \"grub\": want ipxe, shim, snponly"},
 		{"many boots", edit(func(m *pxev1.Machine) { m.MaxBoots = 1001 }), "max_boots"},
 		{"iso", edit(asISO), ""},
 		{"iso for the ramdisk", edit(func(m *pxev1.Machine) { m.Iso = &pxev1.Iso{} }), "iso"},
@@ -210,4 +213,34 @@ func FuzzDecode(f *testing.F) {
 			t.Errorf("decode(%x) gave what Check refuses", data)
 		}
 	})
+}
+
+// TestNamed: what machines may still ask for is named, and nothing else.
+func TestNamed(t *testing.T) {
+	hex := func(s string) string { return strings.Repeat(s, 32) }
+	now := time.UnixMilli(1000)
+	window := func(m *pxev1.Machine, until int64) *pxev1.Machine {
+		m.WindowId, m.WindowUntilMs = "w1", until
+		return m
+	}
+	s, err := Open(filepath.Join(t.TempDir(), "assign"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	if got := s.Named(now); len(got) != 0 {
+		t.Errorf("Named = %v with no machines", got)
+	}
+	if _, err := s.Apply(request(1,
+		window(&pxev1.Machine{MachineId: "a", Macs: []string{"52:54:00:00:00:01"}, Action: pxev1.Action_ACTION_RAMDISK, Purpose: "deploy", Artifacts: []string{hex("a1"), hex("a2")}}, 1001),
+		window(&pxev1.Machine{MachineId: "b", Macs: []string{"52:54:00:00:00:02"}, Action: pxev1.Action_ACTION_ISO, Purpose: "iso", Iso: &pxev1.Iso{Sha256: hex("b1"), Size: 1}}, 1001),
+		window(&pxev1.Machine{MachineId: "c", Macs: []string{"52:54:00:00:00:03"}, Action: pxev1.Action_ACTION_KERNEL, Purpose: "boot", Kernel: &pxev1.Kernel{Sha256: hex("c1"), InitrdSha256: hex("c2")}}, 1001),
+		window(&pxev1.Machine{MachineId: "d", Macs: []string{"52:54:00:00:00:04"}, Action: pxev1.Action_ACTION_ISO, Purpose: "iso", Iso: &pxev1.Iso{Sha256: hex("d1"), Size: 1}}, 1000),
+		&pxev1.Machine{MachineId: "e", Macs: []string{"52:54:00:00:00:05"}, Action: pxev1.Action_ACTION_LOCAL_DISK, Artifacts: []string{hex("e1")}},
+	)); err != nil {
+		t.Fatal(err)
+	}
+	want := map[string]bool{hex("a1"): true, hex("a2"): true, hex("b1"): true, hex("c1"): true, hex("c2"): true}
+	if got := s.Named(now); !maps.Equal(got, want) {
+		t.Errorf("Named = %v, want %v", got, want)
+	}
 }

@@ -39,10 +39,8 @@ func changes(present, next *pxev1.AssignRequest, suspect bool) Changes {
 		}
 		if m.GetAction() != pxev1.Action_ACTION_LOCAL_DISK && !same(was, m) {
 			touched[m.GetMachineId()] = true
-			for _, a := range append([]string{m.GetIso().GetSha256(), m.GetKernel().GetSha256(), m.GetKernel().GetInitrdSha256()}, m.GetArtifacts()...) {
-				if a != "" {
-					artifacts[a] = true
-				}
+			for _, digest := range digests(m) {
+				artifacts[digest] = true
 			}
 			// A MAC that nobody knows any more may be a protected machine's.
 			if m.GetProtected() || suspect && was == nil {
@@ -61,6 +59,12 @@ func changes(present, next *pxev1.AssignRequest, suspect bool) Changes {
 	return c
 }
 
+// digests are the artifacts that a machine may ask for.
+func digests(m *pxev1.Machine) []string {
+	all := append([]string{m.GetIso().GetSha256(), m.GetKernel().GetSha256(), m.GetKernel().GetInitrdSha256()}, m.GetArtifacts()...)
+	return slices.DeleteFunc(all, func(digest string) bool { return digest == "" })
+}
+
 // same reports whether a machine boots the same as before.
 func same(was, m *pxev1.Machine) bool {
 	if was == nil {
@@ -69,7 +73,8 @@ func same(was, m *pxev1.Machine) bool {
 	a, b := proto.CloneOf(was), proto.CloneOf(m)
 	for _, one := range []*pxev1.Machine{a, b} {
 		// Another key may have signed the assignment, which says the same as the rest.
-		one.Name, one.Protected, one.Assignment = "", false, nil
+		// What is known of its memory changes nothing that it boots from.
+		one.Name, one.Protected, one.Assignment, one.RamBytes = "", false, nil, 0
 		slices.Sort(one.Macs)
 	}
 	return proto.Equal(a, b)

@@ -42,6 +42,7 @@ func TestChanges(t *testing.T) {
 		"a protected one to the ramdisk": {[]*pxev1.Machine{local("a", mac1), ramdisk("b", mac2), ramdisk("p", mac3)}, []string{"p"}, true},
 		"protected in the same command":  {[]*pxev1.Machine{with(ramdisk("a", mac1), protect), ramdisk("b", mac2), local("p", mac3)}, []string{"a"}, true},
 		"signed by another key":          {[]*pxev1.Machine{local("a", mac1), with(ramdisk("b", mac2), func(m *pxev1.Machine) { m.Assignment = claim(m) }), local("p", mac3)}, nil, false},
+		"inspected since":                {[]*pxev1.Machine{local("a", mac1), with(ramdisk("b", mac2), func(m *pxev1.Machine) { m.RamBytes = 8 << 30 }), local("p", mac3)}, nil, false},
 		"another name":                   {[]*pxev1.Machine{with(local("a", mac1), func(m *pxev1.Machine) { m.Name = "x" }), with(ramdisk("b", mac2), func(m *pxev1.Machine) { m.Name = "x" }), local("p", mac3)}, nil, false},
 		"a new one at its disk":          {append(slices.Clone(present), local("n", "52:54:00:00:00:09")), nil, false},
 		"a new one":                      {append(slices.Clone(present), ramdisk("n", "52:54:00:00:00:09")), []string{"n"}, false},
@@ -62,6 +63,41 @@ func TestChanges(t *testing.T) {
 	got := changes(request(1), request(2, ramdisk("a", mac1), local("l", mac2)), false)
 	if want := []string{strings.Repeat("ab", 32)}; !slices.Equal(got.Artifacts, want) {
 		t.Errorf("artifacts = %v, want %v", got.Artifacts, want)
+	}
+}
+
+// TestChangesBeyondTheRamdisk: a disc image, a kernel and a unified kernel image change a
+// machine as the ramdisk does, and each brings its artifacts along.
+func TestChangesBeyondTheRamdisk(t *testing.T) {
+	iso, kernel, initrd := strings.Repeat("01", 32), strings.Repeat("02", 32), strings.Repeat("03", 32)
+	boots := func(id string, edit func(*pxev1.Machine), macs ...string) *pxev1.Machine {
+		return with(&pxev1.Machine{MachineId: id, Macs: macs, Purpose: "boot", WindowId: "w1", WindowUntilMs: 1}, edit)
+	}
+	asISO := func(m *pxev1.Machine) {
+		m.Action, m.Purpose, m.Iso = pxev1.Action_ACTION_ISO, "iso", &pxev1.Iso{Sha256: iso, Size: 1}
+	}
+	asKernel := func(m *pxev1.Machine) {
+		m.Action, m.Kernel = pxev1.Action_ACTION_KERNEL, &pxev1.Kernel{Sha256: kernel, InitrdSha256: initrd}
+	}
+	asUKI := func(m *pxev1.Machine) {
+		m.Action, m.Kernel = pxev1.Action_ACTION_UKI, &pxev1.Kernel{Sha256: kernel}
+	}
+	for name, tt := range map[string]struct {
+		edit      func(*pxev1.Machine)
+		artifacts []string
+	}{"iso": {asISO, []string{iso}}, "kernel": {asKernel, []string{kernel, initrd}}, "uki": {asUKI, []string{kernel}}} {
+		disk := request(1, with(local("a", mac1), func(m *pxev1.Machine) { m.Protected = true }))
+		got := changes(disk, request(2, boots("a", tt.edit, mac1)), false)
+		if !slices.Equal(got.Machines, []string{"a"}) || !got.Protected || !slices.Equal(got.Artifacts, tt.artifacts) {
+			t.Errorf("%s: changes = %+v, want the protected machine a with %v", name, got, tt.artifacts)
+		}
+		other := func(m *pxev1.Machine) { tt.edit(m); m.MaxBoots = 100 }
+		if got := changes(request(1, boots("a", tt.edit, mac1)), request(2, boots("a", other, mac1)), false); !slices.Equal(got.Machines, []string{"a"}) {
+			t.Errorf("%s: more boots change %v, want a", name, got.Machines)
+		}
+		if got := changes(request(1, boots("a", tt.edit, mac1)), request(2, local("a", mac1)), false); len(got.Machines) != 0 {
+			t.Errorf("%s: back to the disk changes %v, want none", name, got.Machines)
+		}
 	}
 }
 

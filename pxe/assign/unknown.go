@@ -1,13 +1,16 @@
 package assign
 
 import (
+	"maps"
 	"net"
 	"net/netip"
-	"regexp"
+	"slices"
 	"strings"
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
+	"github.com/better-compute/site-appliance/pxe/files"
 	"github.com/better-compute/site-appliance/pxe/mandate"
+	"github.com/better-compute/site-appliance/pxe/productuuid"
 	"github.com/better-compute/site-appliance/pxe/pxev1"
 	"github.com/better-compute/site-appliance/pxe/script"
 )
@@ -43,8 +46,6 @@ func (s *Store) Window(machineID string) (window string, ok bool) {
 	return "", false
 }
 
-var uuid = regexp.MustCompile(`^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$`)
-
 func checkUnknown(u *pxev1.Unknown) error {
 	bad := func(format string, args ...any) error {
 		return errs.New(errs.InvalidArgs, "unknown machines: "+format, args...)
@@ -64,14 +65,15 @@ func checkUnknown(u *pxev1.Unknown) error {
 		return bad("%d expected machines are more than %d", len(u.Expected), maxExpected)
 	}
 	for i, e := range u.Expected {
-		id := strings.ToLower(e.GetProductUuid())
+		id, ok := productuuid.Parse(e.GetProductUuid())
 		switch {
 		case e.GetMac() == "" && id == "":
 			return bad("expected machine %d has neither mac nor product_uuid", i)
 		case e.GetMac() != "" && !validMAC(e.GetMac()):
 			return bad("expected machine %d: MAC %.40q: want six lower-case bytes such as 52:54:00:12:34:56", i, e.GetMac())
-		case id != "" && !uuid.MatchString(id):
+		case id != "" && !ok:
 			return bad("expected machine %d: product_uuid %.80q is no UUID", i, e.GetProductUuid())
+		// No more is refused: what else counts as none may change, and a whole snapshot with it.
 		case id != "" && (strings.Trim(id, "0-") == "" || strings.Trim(id, "f-") == ""):
 			return bad("expected machine %d: product_uuid %s is that of a machine that was given none", i, e.GetProductUuid())
 		}
@@ -93,8 +95,8 @@ func checkBoot(m *pxev1.Machine, bad func(format string, args ...any) error) err
 	}
 	iso, kernel := m.Iso, m.Kernel
 	switch {
-	case m.Loader != "" && m.Loader != "snponly" && m.Loader != "ipxe":
-		return bad("loader %.40q: want snponly or ipxe", m.Loader)
+	case m.Loader != "" && files.Choices[m.Loader] == "":
+		return bad("loader %.40q: want %s", m.Loader, strings.Join(slices.Sorted(maps.Keys(files.Choices)), ", "))
 	case m.MaxBoots > maxBootsLimit:
 		return bad("max_boots %d is more than %d", m.MaxBoots, maxBootsLimit)
 	case (iso != nil) != (m.Action == pxev1.Action_ACTION_ISO):

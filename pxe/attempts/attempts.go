@@ -154,6 +154,7 @@ var next = map[string]string{
 	"boot":        "the ramdisk starts and enrols with the gateway",
 	"uki":         "the unified kernel image starts",
 	"iso":         "the disc image boots; it says nothing more to the box",
+	"missing":     "an artifact that cannot be had now; the machine asks again",
 	"progress":    "the ramdisk's next report",
 	"done":        "nothing: it is done",
 }

@@ -140,11 +140,30 @@ func (s *Store) change(machine, window string, edit func(*State)) error {
 		st = State{Window: window}
 	}
 	edit(&st)
-	if _, known := s.machines[machine]; !known && len(s.machines) >= most {
+	if _, known := s.machines[machine]; !known && len(s.machines) >= most && !s.giveWay(machine) {
 		return fmt.Errorf("boots of %d machines are kept; %s is one more", most, machine)
 	}
 	s.machines[machine] = st
 	return s.write(machine, st)
+}
+
+// stranger begins the id of a machine that nobody enrolled. Whoever is on the LAN
+// can make them up.
+const stranger = "mac-"
+
+// giveWay makes room for a machine by forgetting a stranger; for a stranger it does not.
+func (s *Store) giveWay(machine string) bool {
+	if strings.HasPrefix(machine, stranger) {
+		return false
+	}
+	for other := range s.machines {
+		if strings.HasPrefix(other, stranger) {
+			delete(s.machines, other)
+			_ = os.Remove(filepath.Join(s.dir, other+suffix)) // what stays is read and forgotten again
+			return true
+		}
+	}
+	return false
 }
 
 // Keep forgets the machines that has says no to.

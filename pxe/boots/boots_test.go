@@ -1,6 +1,7 @@
 package boots
 
 import (
+	"fmt"
 	"os"
 	"path/filepath"
 	"testing"
@@ -51,6 +52,27 @@ func TestStore(t *testing.T) {
 		if s.Booted(bad, "w1") == nil || s.Booted("a", bad) == nil {
 			t.Errorf("Booted of %q = nil, want an error", bad)
 		}
+	}
+}
+
+// TestStrangersGiveWay: made-up machines take no enrolled one's place, whose count ends
+// its boot loop.
+func TestStrangersGiveWay(t *testing.T) {
+	s, err := Open(t.TempDir(), none)
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i := range most {
+		s.machines[fmt.Sprintf("mac-%012x", i)] = State{Window: "u", Boots: 1}
+	}
+	if err := s.Booted("mac-ffffffffffff", "u"); err == nil {
+		t.Error("one stranger more than are kept = nil, want an error")
+	}
+	if err := s.Booted("node_1", "w"); err != nil {
+		t.Errorf("an enrolled machine among too many strangers: %v", err)
+	}
+	if boots, _ := s.Of("node_1", "w"); boots != 1 || len(s.machines) != most {
+		t.Errorf("%d boots and %d machines, want 1 and %d", boots, len(s.machines), most)
 	}
 }
 

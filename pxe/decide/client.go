@@ -19,9 +19,11 @@ const (
 	IPXE
 	// Agent is a booted ramdisk that fetches its artifacts.
 	Agent
+	// GRUB is one that the box handed out, and that fetches its configuration.
+	GRUB
 )
 
-var programs = [...]string{System: "system", Firmware: "pxe", HTTPBoot: "http-boot", IPXE: "ipxe", Agent: "agent"}
+var programs = [...]string{System: "system", Firmware: "pxe", HTTPBoot: "http-boot", IPXE: "ipxe", Agent: "agent", GRUB: "grub"}
 
 func (p Program) String() string { return named(programs[:], int(p), "program") }
 

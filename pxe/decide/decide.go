@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/better-compute/site-appliance/pxe/files"
+	"github.com/better-compute/site-appliance/pxe/productuuid"
 	"github.com/better-compute/site-appliance/pxe/pxev1"
 )
 
@@ -67,10 +68,16 @@ var loaders = map[Arch]string{BIOS: files.BIOSLoader, X64: files.UEFILoader, ARM
 const (
 	// MaxBoots is how often a machine boots in one window if its assignment says nothing.
 	MaxBoots = 8
-	// unknownRAMISO is the largest image that goes into memory whose size nobody knows.
+	// unknownRAMISO is the largest image that goes into memory whose size nobody
+	// knows, where the machine has no other way.
 	unknownRAMISO = 1 << 30
 	// besideISO is the memory that firmware and the image's system need beside it.
 	besideISO = 1 << 30
+	// below4G is as much memory as lies apart from the rest, below the devices' hole.
+	below4G = 4 << 30
+	// maxBIOSISO is what an iPXE of 32 bits can count: beyond it, it reads from the
+	// image's start again.
+	maxBIOSISO = 1 << 32
 	// returns is how often a BIOS machine may come back from its exit before its disk is booted directly.
 	returns = 2
 )
@@ -89,7 +96,6 @@ type Request struct {
 	// Returned is how often it was sent to its disk in the last minutes.
 	Returned int
 	Now      time.Time
-	RAM      uint64 // bytes; 0: not known
 }
 
 // Decision is the answer.
@@ -191,7 +197,8 @@ func (r Request) uninspected() string {
 }
 
 func (r Request) expected(e *pxev1.Expected) bool {
-	return e.GetMac() != "" && strings.EqualFold(e.GetMac(), r.MAC) || e.GetProductUuid() != "" && strings.EqualFold(e.GetProductUuid(), r.UUID)
+	same, _ := productuuid.Same(e.GetProductUuid(), r.UUID)
+	return same || e.GetMac() != "" && strings.EqualFold(e.GetMac(), r.MAC)
 }
 
 // Stranger is what an unknown machine counts as where strangers are inspected.
@@ -206,7 +213,9 @@ func (r Request) localDisk(why string) Decision {
 	switch c := r.Client; {
 	case c.Program == HTTPBoot:
 		d.HTTP, d.Exit = true, NotFound
-	case c.Program == IPXE || c.Looping:
+	case c.Program == GRUB:
+		d.HTTP, d.Exit = true, ExitCode
+	case c.Program == IPXE || c.Looping && !isGRUB(r.loader()):
 		d.HTTP, d.Exit = true, ExitCode
 		if c.Arch == BIOS && r.Returned >= returns {
 			d.Exit, d.Reason = Sanboot, why+"; it came back from its exit, so that its first disk is booted directly"
@@ -217,15 +226,16 @@ func (r Request) localDisk(why string) Decision {
 
 // script is an action that a script of ours carries out: at once where our iPXE
 // asks, after it elsewhere.
-func (r Request) script(m *pxev1.Machine, a Action, why string) Decision {
+func (r Request) script(a Action, why string) Decision {
 	c := r.Client
+	loader := r.loader()
 	switch {
-	case c.Program == Agent:
+	case c.Program == Agent || c.Program == GRUB || c.Program == IPXE && c.Arch == ARM64:
+		// There is no iPXE for arm64 that is better than the one that asks.
 		return Decision{Action: a, HTTP: true, Reason: why}
-	case c.Arch == ARM64 && c.Program != IPXE:
-		return Decision{Action: a, Loader: files.ARM64Loader, HTTP: c.Program == HTTPBoot, Reason: why}
-	case c.Arch == ARM64 && c.Foreign:
-		return Decision{Action: a, Loader: files.ARM64Loader, Reason: why}
+	case isGRUB(loader):
+		// Whoever asks anew comes from a start that failed: nothing hides here.
+		return Decision{Action: a, Loader: loader, HTTP: c.Program == HTTPBoot, Reason: why}
 	case !bootable(c.Arch):
 		return deny("there is no boot program for " + c.Arch.String())
 	case c.Looping:
@@ -233,31 +243,44 @@ func (r Request) script(m *pxev1.Machine, a Action, why string) Decision {
 	case c.Program == IPXE && !c.Foreign:
 		return Decision{Action: a, HTTP: true, Reason: why}
 	}
-	d := Decision{Action: a, Loader: loaders[c.Arch], HTTP: c.Program == HTTPBoot, Reason: why}
+	d := Decision{Action: a, Loader: loader, HTTP: c.Program == HTTPBoot, Reason: why}
 	if d.HTTP && c.Arch == BIOS {
 		return deny("there is no boot program for HTTP boot of a BIOS")
-	}
-	if c.Arch == X64 && m.Loader == "ipxe" {
-		d.Loader = files.UEFIDrivers
 	}
 	return d
 }
 
-func ramdisk(r Request, m *pxev1.Machine) Decision {
-	if c := r.Client; c.Program == IPXE && c.Arch == ARM64 {
-		return deny("the ramdisk is for x86-64, and this is " + c.Arch.String())
+// loader is the boot program that comes first.
+func (r Request) loader() string {
+	if chosen := files.Choices[r.Assigned().GetLoader()]; chosen != "" && r.Client.Arch == X64 {
+		return chosen
 	}
-	return r.script(m, RunAgent, "assigned to the ramdisk for "+m.Purpose)
+	return loaders[r.Client.Arch]
 }
 
-func kernel(r Request, m *pxev1.Machine) Decision {
+// isGRUB says whether a boot program is GRUB or leads to it.
+func isGRUB(loader string) bool { return loader == files.ARM64Loader || loader == files.Shim }
+
+// Second is the boot program that a first one fetches from beside itself; empty: none.
+func Second(loader string) string {
+	if loader == files.Shim {
+		return files.ShimSecond
+	}
+	return ""
+}
+
+func ramdisk(r Request, m *pxev1.Machine) Decision {
+	return r.script(RunAgent, "assigned to the ramdisk for "+m.Purpose)
+}
+
+func kernel(r Request, _ *pxev1.Machine) Decision {
 	if r.Client.Program == Agent {
 		return deny("no ramdisk is assigned")
 	}
-	return r.script(m, Kernel, "assigned to a kernel")
+	return r.script(Kernel, "assigned to a kernel")
 }
 
-func uki(r Request, m *pxev1.Machine) Decision {
+func uki(r Request, _ *pxev1.Machine) Decision {
 	const why = "assigned to a unified kernel image"
 	switch c := r.Client; {
 	case c.Program == Agent:
@@ -268,7 +291,7 @@ func uki(r Request, m *pxev1.Machine) Decision {
 		// The firmware starts and verifies it by itself.
 		return Decision{Action: UKI, HTTP: true, Firmware: true, Reason: why}
 	}
-	return r.script(m, UKI, why)
+	return r.script(UKI, why)
 }
 
 func iso(r Request, m *pxev1.Machine) Decision {
@@ -278,30 +301,41 @@ func iso(r Request, m *pxev1.Machine) Decision {
 		return deny("no ramdisk is assigned")
 	case c.Arch == ARM64 && c.Program != HTTPBoot:
 		return deny("a disc image boots on arm64 by HTTP boot only")
+	case c.Program == GRUB || isGRUB(r.loader()) && c.Program != HTTPBoot:
+		return deny("a disc image boots by shim and GRUB by HTTP boot only: GRUB gives no drives out")
 	case c.Program == HTTPBoot && c.Arch.uefi():
-		fits, told := fitsRAM(m.GetIso().GetSize(), r.RAM)
+		fits, told := fitsRAM(m.GetIso().GetSize(), m.GetRamBytes(), c.Arch)
 		if fits {
 			return Decision{Action: HTTPISO, HTTP: true, Firmware: true, Reason: why + ", into memory: " + told + limits(m.GetIso().GetClass(), HTTPISO, c.Arch)}
 		}
-		if c.Arch == ARM64 {
+		if isGRUB(r.loader()) {
 			return deny(why + ", and " + told)
 		}
 		why += "; " + told + ", so that it is given as a drive"
 	}
-	return r.script(m, SanbootISO, why+limits(m.GetIso().GetClass(), SanbootISO, r.Client.Arch))
+	if c, size := r.Client, m.GetIso().GetSize(); c.Arch == BIOS && size > maxBIOSISO {
+		return deny(fmt.Sprintf("%s, and %d MiB are more than the %d MiB that iPXE can read of a drive in a BIOS", why, size>>20, maxBIOSISO>>20))
+	}
+	return r.script(SanbootISO, why+limits(m.GetIso().GetClass(), SanbootISO, r.Client.Arch))
 }
 
-// fitsRAM says whether an image can lie in memory beside its own system.
-func fitsRAM(size, ram uint64) (fits bool, told string) {
+// fitsRAM says whether firmware finds memory for an image in one piece, with
+// enough left for it and the image's system.
+func fitsRAM(size, ram uint64, arch Arch) (fits bool, told string) {
+	piece := max(ram/2, ram-min(ram, below4G))
 	switch {
+	case ram == 0 && arch != ARM64:
+		return false, "the machine's memory is not known"
 	case ram == 0 && size <= unknownRAMISO:
 		return true, fmt.Sprintf("%d MiB, and the machine's memory is not known", size>>20)
 	case ram == 0:
 		return false, fmt.Sprintf("%d MiB are more than the %d MiB that fit in memory of unknown size", size>>20, unknownRAMISO>>20)
-	case ram >= besideISO && size <= ram-besideISO:
-		return true, fmt.Sprintf("%d of %d MiB", size>>20, ram>>20)
+	case ram < besideISO || size > ram-besideISO:
+		return false, fmt.Sprintf("%d MiB do not fit in %d MiB of memory with %d MiB left", size>>20, ram>>20, besideISO>>20)
+	case size > piece:
+		return false, fmt.Sprintf("%d MiB do not fit in one piece of %d MiB of memory, of which %d MiB are sure to lie together", size>>20, ram>>20, piece>>20)
 	}
-	return false, fmt.Sprintf("%d MiB do not fit in %d MiB of memory with %d MiB left", size>>20, ram>>20, besideISO>>20)
+	return true, fmt.Sprintf("%d of %d MiB", size>>20, ram>>20)
 }
 
 // limits says what an image will miss once its own kernel runs.
@@ -310,7 +344,7 @@ func limits(class pxev1.IsoClass, a Action, arch Arch) string {
 	case class == pxev1.IsoClass_ISO_CLASS_SELF_CONTAINED:
 		return ""
 	case class == pxev1.IsoClass_ISO_CLASS_REFETCHES:
-		return "; its system fetches the image again by itself"
+		return "; its system fetches the image again where its command line says from where"
 	case class == pxev1.IsoClass_ISO_CLASS_NEEDS_DRIVE && a == HTTPISO:
 		return "; its system looks for its disc, and finds the one in memory only if its kernel has a driver for memory that firmware names (nfit, pmem)"
 	case class == pxev1.IsoClass_ISO_CLASS_NEEDS_DRIVE && arch == BIOS:
@@ -331,6 +365,10 @@ func Fetchable(r Request, file string) (Decision, bool) {
 		if d.File() == file && file != "" {
 			return d, true
 		}
+		if second := Second(d.Loader); second != "" && path.Base(second) == file {
+			d.Loader = second
+			return d, true
+		}
 		if served(c, file) {
 			last = d
 		}
@@ -340,12 +378,20 @@ func Fetchable(r Request, file string) (Decision, bool) {
 
 // served says whether file is a name that the client could be given.
 func served(c Client, file string) bool {
-	return path.Base(loaders[c.Arch]) == file || c.Arch == X64 && path.Base(files.UEFIDrivers) == file
+	if path.Base(loaders[c.Arch]) == file {
+		return true
+	}
+	for _, chosen := range files.Choices {
+		if c.Arch == X64 && (path.Base(chosen) == file || Second(chosen) != "" && path.Base(Second(chosen)) == file) {
+			return true
+		}
+	}
+	return false
 }
 
 // Clients are the kinds that an explanation goes through.
 var Clients = []Client{
 	{Program: Firmware, Arch: BIOS}, {Program: Firmware, Arch: X64}, {Program: HTTPBoot, Arch: X64},
 	{Program: IPXE, Arch: BIOS}, {Program: IPXE, Arch: X64}, {Program: IPXE, Arch: X64, Foreign: true},
-	{Program: Firmware, Arch: ARM64}, {Program: HTTPBoot, Arch: ARM64},
+	{Program: Firmware, Arch: ARM64}, {Program: HTTPBoot, Arch: ARM64}, {Program: GRUB, Arch: X64}, {Program: GRUB, Arch: ARM64},
 }

@@ -5,6 +5,8 @@ import (
 	"testing"
 	"time"
 
+	"google.golang.org/protobuf/proto"
+
 	"github.com/better-compute/site-appliance/pxe/pxev1"
 )
 
@@ -26,13 +28,25 @@ var (
 	foreign, looping         = Client{Program: IPXE, Arch: X64, Foreign: true}, Client{Program: Firmware, Arch: X64, Looping: true}
 	pxeARM, httpARM          = Client{Program: Firmware, Arch: ARM64}, Client{Program: HTTPBoot, Arch: ARM64}
 	agent                    = Client{Program: Agent}
+	grubARM, grubX64         = Client{Program: GRUB, Arch: ARM64}, Client{Program: GRUB, Arch: X64}
 )
+
+func shim(a pxev1.Action) *pxev1.Machine {
+	return machine(a, func(m *pxev1.Machine) {
+		m.Loader, m.RamBytes, m.Iso = "shim", 8<<30, &pxev1.Iso{Name: "rescue", Size: 700 << 20}
+	})
+}
 
 func TestDecide(t *testing.T) {
 	ram := machine(pxev1.Action_ACTION_RAMDISK)
 	local := machine(pxev1.Action_ACTION_LOCAL_DISK)
 	iso := func(class pxev1.IsoClass, size uint64) *pxev1.Machine {
 		return machine(pxev1.Action_ACTION_ISO, func(m *pxev1.Machine) { m.Iso = &pxev1.Iso{Name: "rescue", Size: size, Class: class} })
+	}
+	has := func(m *pxev1.Machine, ram uint64) *pxev1.Machine {
+		m = proto.CloneOf(m)
+		m.RamBytes = ram
+		return m
 	}
 	small := iso(pxev1.IsoClass_ISO_CLASS_SELF_CONTAINED, 700<<20)
 	large := iso(pxev1.IsoClass_ISO_CLASS_SELF_CONTAINED, 5<<30)
@@ -64,8 +78,28 @@ func TestDecide(t *testing.T) {
 		{"one that loops, local disk", Request{Machine: local, Client: looping}, LocalDisk, "", true, ExitCode, ""},
 		{"arm64", Request{Machine: ram, Client: pxeARM}, RunAgent, "grubnetaa64.efi", false, 0, ""},
 		{"arm64 HTTP", Request{Machine: ram, Client: httpARM}, RunAgent, "grubnetaa64.efi", true, 0, ""},
-		{"arm64 iPXE", Request{Machine: ram, Client: Client{Program: IPXE, Arch: ARM64}}, Deny, "", false, 0, "the ramdisk is for x86-64"},
-		{"arm64 iPXE, not ours", Request{Machine: ram, Client: Client{Program: IPXE, Arch: ARM64, Foreign: true}}, Deny, "", false, 0, "the ramdisk is for x86-64"},
+		{"arm64 iPXE", Request{Machine: ram, Client: Client{Program: IPXE, Arch: ARM64}}, RunAgent, "", true, 0, "for deploy"},
+		{"arm64 iPXE, not ours: there is none", Request{Machine: ram, Client: Client{Program: IPXE, Arch: ARM64, Foreign: true}}, RunAgent, "", true, 0, ""},
+		{"arm64 that asks again and again", Request{Machine: ram, Client: Client{Program: Firmware, Arch: ARM64, Looping: true}}, RunAgent, "grubnetaa64.efi", false, 0, ""},
+		{"arm64 that asks again, local disk", Request{Machine: local, Client: Client{Program: Firmware, Arch: ARM64, Looping: true}}, LocalDisk, "", false, NoAnswer, ""},
+		{"arm64 GRUB", Request{Machine: ram, Client: grubARM}, RunAgent, "", true, 0, "for deploy"},
+		{"arm64 GRUB, local disk", Request{Machine: local, Client: grubARM}, LocalDisk, "", true, ExitCode, ""},
+		{"arm64 GRUB, window ended", Request{Machine: ram, Client: grubARM, Now: later}, LocalDisk, "", true, ExitCode, "has ended"},
+		{"arm64 GRUB, unknown", Request{MAC: mac, Client: grubARM}, Deny, "", false, 0, "unknown"},
+		{"shim", Request{Machine: shim(pxev1.Action_ACTION_RAMDISK), Client: pxeX64}, RunAgent, "shimx64.efi", false, 0, "for deploy"},
+		{"shim by HTTP", Request{Machine: shim(pxev1.Action_ACTION_RAMDISK), Client: httpX64}, RunAgent, "shimx64.efi", true, 0, ""},
+		{"shim, asking again and again", Request{Machine: shim(pxev1.Action_ACTION_RAMDISK), Client: looping}, RunAgent, "shimx64.efi", false, 0, ""},
+		{"shim, asking again, local disk", Request{Machine: shim(pxev1.Action_ACTION_LOCAL_DISK), Client: looping}, LocalDisk, "", false, NoAnswer, ""},
+		{"shim, an iPXE of the card", Request{Machine: shim(pxev1.Action_ACTION_RAMDISK), Client: ipxeX64}, RunAgent, "shimx64.efi", false, 0, ""},
+		{"shim, its GRUB", Request{Machine: shim(pxev1.Action_ACTION_RAMDISK), Client: grubX64}, RunAgent, "", true, 0, ""},
+		{"shim is of x86-64", Request{Machine: shim(pxev1.Action_ACTION_RAMDISK), Client: pxeARM}, RunAgent, "grubnetaa64.efi", false, 0, ""},
+		{"shim in BIOS", Request{Machine: shim(pxev1.Action_ACTION_RAMDISK), Client: pxeBIOS}, RunAgent, "undionly.kpxe", false, 0, ""},
+		{"shim, kernel", Request{Machine: shim(pxev1.Action_ACTION_KERNEL), Client: pxeX64}, Kernel, "shimx64.efi", false, 0, ""},
+		{"shim, UKI", Request{Machine: shim(pxev1.Action_ACTION_UKI), Client: pxeX64}, UKI, "shimx64.efi", false, 0, ""},
+		{"shim, UKI by HTTP", Request{Machine: shim(pxev1.Action_ACTION_UKI), Client: httpX64}, UKI, "", true, 0, ""},
+		{"shim, iso by PXE", Request{Machine: shim(pxev1.Action_ACTION_ISO), Client: pxeX64}, Deny, "", false, 0, "GRUB gives no drives out"},
+		{"shim, iso by GRUB", Request{Machine: shim(pxev1.Action_ACTION_ISO), Client: grubX64}, Deny, "", false, 0, "GRUB gives no drives out"},
+		{"shim, iso into memory", Request{Machine: shim(pxev1.Action_ACTION_ISO), Client: httpX64}, HTTPISO, "", true, 0, ""},
 		{"arm64 iPXE, an own kernel", Request{Machine: kernel, Client: Client{Program: IPXE, Arch: ARM64}}, Kernel, "", true, 0, ""},
 		{"ia32", Request{Machine: ram, Client: Client{Program: Firmware, Arch: X86UEFI}}, Deny, "", false, 0, "no boot program for uefi-ia32"},
 		{"RISC-V", Request{Machine: ram, Client: Client{Program: HTTPBoot, Arch: RISCV64}}, Deny, "", false, 0, "no boot program for uefi-riscv64"},
@@ -92,15 +126,23 @@ func TestDecide(t *testing.T) {
 		{"iso, BIOS", Request{Machine: small, Client: ipxeBIOS}, SanbootISO, "", true, 0, "rescue"},
 		{"iso, UEFI iPXE", Request{Machine: small, Client: ipxeX64}, SanbootISO, "", true, 0, ""},
 		{"iso, PXE", Request{Machine: small, Client: pxeX64}, SanbootISO, "snponly.efi", false, 0, ""},
-		{"iso, HTTP, memory not known", Request{Machine: small, Client: httpX64}, HTTPISO, "", true, 0, "memory is not known"},
-		{"iso, HTTP, fits", Request{Machine: large, Client: httpX64, RAM: 8 << 30}, HTTPISO, "", true, 0, "5120 of 8192 MiB"},
-		{"iso, HTTP, too large", Request{Machine: large, Client: httpX64, RAM: 4 << 30}, SanbootISO, "snponly.efi", true, 0, "do not fit"},
-		{"iso, HTTP, too large for the unknown", Request{Machine: large, Client: httpX64}, SanbootISO, "snponly.efi", true, 0, "unknown size"},
-		{"iso, arm64, too large", Request{Machine: large, Client: httpARM, RAM: 1 << 20}, Deny, "", false, 0, "do not fit"},
+		{"iso, HTTP, memory not known", Request{Machine: small, Client: httpX64}, SanbootISO, "snponly.efi", true, 0, "memory is not known, so that it is given as a drive"},
+		{"iso, HTTP, fits", Request{Machine: has(small, 2<<30), Client: httpX64}, HTTPISO, "", true, 0, "700 of 2048 MiB"},
+		{"iso, HTTP, leaves too little", Request{Machine: has(small, 1600<<20), Client: httpX64}, SanbootISO, "snponly.efi", true, 0, "with 1024 MiB left"},
+		{"iso, HTTP, nothing would be left", Request{Machine: has(small, 700<<20), Client: httpX64}, SanbootISO, "snponly.efi", true, 0, "do not fit"},
+		{"iso, HTTP, fits above 4 GiB", Request{Machine: has(large, 16<<30), Client: httpX64}, HTTPISO, "", true, 0, "5120 of 16384 MiB"},
+		{"iso, HTTP, not in one piece", Request{Machine: has(large, 8<<30), Client: httpX64}, SanbootISO, "snponly.efi", true, 0, "4096 MiB are sure to lie together"},
+		{"iso, arm64, memory not known", Request{Machine: small, Client: httpARM}, HTTPISO, "", true, 0, "memory is not known"},
+		{"iso, arm64, too large for the unknown", Request{Machine: large, Client: httpARM}, Deny, "", false, 0, "unknown size"},
+		{"iso, arm64, too large", Request{Machine: has(large, 1<<20), Client: httpARM}, Deny, "", false, 0, "do not fit"},
+		{"iso, BIOS, as large as it may be", Request{Machine: iso(0, 4<<30), Client: ipxeBIOS}, SanbootISO, "", true, 0, "not known whether"},
+		{"iso, BIOS, too large", Request{Machine: large, Client: ipxeBIOS}, Deny, "", false, 0, "4096 MiB that iPXE can read"},
+		{"iso, BIOS firmware, too large", Request{Machine: large, Client: pxeBIOS}, Deny, "", false, 0, "4096 MiB that iPXE can read"},
+		{"iso, UEFI iPXE, any size", Request{Machine: large, Client: ipxeX64}, SanbootISO, "", true, 0, ""},
 		{"iso, arm64", Request{Machine: small, Client: pxeARM}, Deny, "", false, 0, "by HTTP boot only"},
 		{"iso that seeks its disc, BIOS", Request{Machine: seeks, Client: ipxeBIOS}, SanbootISO, "", true, 0, "leaves the BIOS"},
 		{"iso that seeks its disc, UEFI", Request{Machine: seeks, Client: ipxeX64}, SanbootISO, "", true, 0, "leaves the firmware"},
-		{"iso that seeks its disc, memory", Request{Machine: seeks, Client: httpX64}, HTTPISO, "", true, 0, "pmem"},
+		{"iso that seeks its disc, memory", Request{Machine: has(seeks, 4<<30), Client: httpX64}, HTTPISO, "", true, 0, "pmem"},
 		{"later action", Request{Machine: machine(99), Client: pxeX64}, Deny, "", false, 0, "action 99"},
 		{"unknown", Request{MAC: mac, Client: pxeX64}, Deny, "", false, 0, "the machine is unknown"},
 		{"unknown, left alone", Request{MAC: mac, Unknown: &pxev1.Unknown{}, Client: pxeX64}, Deny, "", false, 0, "unknown"},
@@ -108,7 +150,9 @@ func TestDecide(t *testing.T) {
 		{"unknown, window ended", Request{MAC: mac, Unknown: &pxev1.Unknown{Inspect: true, WindowId: "u", WindowUntilMs: 1}, Client: pxeX64}, LocalDisk, "", false, NoAnswer, "has ended"},
 		{"unknown, not expected", Request{MAC: mac, Unknown: &pxev1.Unknown{Inspect: true, WindowUntilMs: 1_000_001, Expected: []*pxev1.Expected{{Mac: "52:54:00:00:00:02"}, {ProductUuid: "x"}}}, Client: pxeX64}, Deny, "", false, 0, "not one of those"},
 		{"unknown, expected", Request{MAC: mac, Unknown: &pxev1.Unknown{Inspect: true, WindowUntilMs: 1_000_001, Expected: []*pxev1.Expected{{Mac: mac}}}, Client: pxeX64}, RunAgent, "snponly.efi", false, 0, ""},
-		{"unknown, expected by its UUID", Request{MAC: mac, UUID: "AB", Unknown: &pxev1.Unknown{Inspect: true, WindowUntilMs: 1_000_001, Expected: []*pxev1.Expected{{ProductUuid: "ab"}}}, Client: pxeX64}, RunAgent, "snponly.efi", false, 0, ""},
+		{"unknown, expected by its UUID", Request{MAC: mac, UUID: "4C4C4544-0042-3010-8056-B4C04F303232", Unknown: &pxev1.Unknown{Inspect: true, WindowUntilMs: 1_000_001, Expected: []*pxev1.Expected{{ProductUuid: "4c4c4544-0042-3010-8056-b4c04f303232"}}}, Client: pxeX64}, RunAgent, "snponly.efi", false, 0, ""},
+		{"unknown, expected by its UUID in the other byte order", Request{MAC: mac, UUID: "44454c4c-4200-1030-8056-b4c04f303232", Unknown: &pxev1.Unknown{Inspect: true, WindowUntilMs: 1_000_001, Expected: []*pxev1.Expected{{ProductUuid: "4c4c4544-0042-3010-8056-b4c04f303232"}}}, Client: pxeX64}, RunAgent, "snponly.efi", false, 0, ""},
+		{"unknown, with a UUID of many", Request{MAC: mac, UUID: "03000200-0400-0500-0006-000700080009", Unknown: &pxev1.Unknown{Inspect: true, WindowUntilMs: 1_000_001, Expected: []*pxev1.Expected{{ProductUuid: "03000200-0400-0500-0006-000700080009"}}}, Client: pxeX64}, Deny, "", false, 0, "not one of those"},
 	} {
 		if tt.r.Now.IsZero() {
 			tt.r.Now = now
@@ -133,6 +177,11 @@ func TestFetchable(t *testing.T) {
 		{"BIOS", Request{Machine: ram}, "undionly.kpxe", true},
 		{"arm64", Request{Machine: ram}, "grubnetaa64.efi", true},
 		{"another loader", Request{Machine: ram}, "ipxe.efi", false},
+		{"shim", Request{Machine: shim(pxev1.Action_ACTION_RAMDISK)}, "shimx64.efi", true},
+		{"what shim fetches", Request{Machine: shim(pxev1.Action_ACTION_RAMDISK)}, "grubx64.efi", true},
+		{"what shim asks for beside it", Request{Machine: shim(pxev1.Action_ACTION_RAMDISK)}, "revocations.efi", false},
+		{"shim's GRUB without shim", Request{Machine: ram}, "grubx64.efi", false},
+		{"shim, local disk", Request{Machine: shim(pxev1.Action_ACTION_LOCAL_DISK)}, "grubx64.efi", false},
 		{"no name", Request{Machine: ram}, "", false},
 		{"a path", Request{Machine: ram}, "ipxe/snponly.efi", false},
 		{"autoexec", Request{Machine: ram}, "autoexec.ipxe", false},

@@ -9,6 +9,8 @@ import (
 	"testing"
 
 	"github.com/insomniacslk/dhcp/dhcpv4"
+
+	"github.com/better-compute/site-appliance/pxe/limit"
 )
 
 // sniffed is one DHCP message of a capture.
@@ -144,9 +146,9 @@ func FuzzDHCPv4(f *testing.F) {
 		}))
 	}
 	f.Fuzz(func(t *testing.T, raw []byte, proxy bool) {
-		limit := newLimiter()
+		limiter := limit.New()
 		for _, s := range servers {
-			if !s.sort(limit, raw, source{netip.MustParseAddrPort("10.77.0.9:68"), proxy}, t0) {
+			if !s.sort(limiter, raw, source{netip.MustParseAddrPort("10.77.0.9:68"), proxy}, t0) {
 				continue
 			}
 			a, b, ok := s.respond(<-s.first)

@@ -7,4 +7,3 @@ import "github.com/better-compute/site-appliance/pxe/decide"
 func isSystem(c decide.Client) bool   { return c.Program == decide.System }
 func isIPXE(c decide.Client) bool     { return c.Program == decide.IPXE }
 func isHTTPBoot(c decide.Client) bool { return c.Program == decide.HTTPBoot }
-func isFirmware(c decide.Client) bool { return c.Program == decide.Firmware }

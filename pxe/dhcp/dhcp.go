@@ -12,6 +12,7 @@ package dhcp
 
 import (
 	"context"
+	"encoding/binary"
 	"errors"
 	"log/slog"
 	"net"
@@ -22,6 +23,7 @@ import (
 	"github.com/insomniacslk/dhcp/iana"
 	"github.com/insomniacslk/dhcp/rfc1035label"
 
+	"github.com/better-compute/site-appliance/pxe/chain"
 	"github.com/better-compute/site-appliance/pxe/decide"
 	"github.com/better-compute/site-appliance/pxe/lease"
 )
@@ -49,6 +51,8 @@ type Step string
 const (
 	Offered      Step = "offer"
 	Acknowledged Step = "ack"
+	// Proxied is a proxy's offer. Most clients ask the proxy no more after it.
+	Proxied Step = "proxy"
 )
 
 // Ask is one question for what to boot.
@@ -87,9 +91,14 @@ type Config struct {
 	Offered func(ip netip.Addr, mac string)
 	// Seen is told of each machine that was given an address on a BMC network.
 	Seen func(who Who, ip netip.Addr)
+	// Declined is told of each address that the machine with a lease of it found in
+	// use; it may be nil.
+	Declined func(mac string, ip netip.Addr)
 	// Foreign is told of other servers in mode Authoritative, of each at most once
 	// in ten minutes.
 	Foreign func(Foreign)
+	// Chains is what machines were given before; nil: a memory of this server alone.
+	Chains *chain.Memory
 	// Probing is DefaultProbing if it is zero.
 	Probing Probing
 	Now     func() time.Time
@@ -178,7 +187,7 @@ func (s *Server) handle(req *dhcpv4.DHCPv4, from source) (answer, bool) {
 	}
 	r.who = classify(req)
 	if s.known(r.mac) {
-		s.chains.judge(&r.who, req.TransactionID, s.cfg.Now())
+		r.who.Client = s.cfg.Chains.Judge(chain.DHCPv4, r.mac, chain.Exchange{ID: binary.BigEndian.Uint32(req.TransactionID[:])}, r.who.Client, s.cfg.Now())
 	}
 	var reply *dhcpv4.DHCPv4
 	switch {
@@ -258,8 +267,12 @@ func (s *Server) lease(r request) *dhcpv4.DHCPv4 {
 		}
 	case dhcpv4.MessageTypeDecline:
 		if ip, ok := addr(r.RequestedIPAddress()); ok && !other {
-			s.cfg.Log.Warn("DHCP address declined: another machine uses it", "mac", r.mac, "ip", ip.String())
-			s.cfg.Leases.Decline(r.mac, ip)
+			if s.cfg.Leases.Decline(r.mac, ip) {
+				s.cfg.Log.Warn("DHCP address declined: another machine uses it", "mac", r.mac, "ip", ip.String())
+				if s.cfg.Declined != nil {
+					s.cfg.Declined(r.mac, ip)
+				}
+			}
 		}
 	}
 	return nil
@@ -353,6 +366,9 @@ func (s *Server) reply(r request, kind dhcpv4.MessageType, ip netip.Addr, term t
 	}
 	if file := s.boots(r, kind, holder); file != "" {
 		mods = append(mods, boot(n.Server, r.who.Client, file))
+		if isIPXE(r.who.Client) {
+			mods = append(mods, dhcpv4.WithGeneric(dhcpv4.GenericOptionCode(optionIPXE), noProxy))
+		}
 	}
 	reply, err := dhcpv4.NewReplyFromRequest(r.DHCPv4, mods...)
 	if err != nil {
@@ -379,7 +395,10 @@ func (s *Server) boots(r request, kind dhcpv4.MessageType, ip netip.Addr) string
 		return ""
 	}
 	step := Acknowledged
-	if kind == dhcpv4.MessageTypeOffer {
+	switch {
+	case kind == dhcpv4.MessageTypeOffer && s.cfg.Mode == Proxy:
+		step = Proxied
+	case kind == dhcpv4.MessageTypeOffer:
 		step = Offered
 	}
 	file := s.cfg.Boot(Ask{Who: r.who, IP: ip, Server: r.subnet.Server, Step: step})
@@ -389,6 +408,10 @@ func (s *Server) boots(r request, kind dhcpv4.MessageType, ip netip.Addr) string
 	}
 	return file
 }
+
+// noProxy is option 175 of an answer that boots an iPXE: its no-pxedhcp spares it
+// the 11 seconds that it would listen for a proxy beside this server.
+var noProxy = []byte{0xb0, 1, 1}
 
 // useBootFile is option 43 of what a proxy answers: sub-option 6 with bit 3 set
 // says that there is no menu and no boot server to look for, just the file.

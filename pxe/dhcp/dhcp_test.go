@@ -1,6 +1,7 @@
 package dhcp
 
 import (
+	"bytes"
 	"encoding/hex"
 	"log/slog"
 	"net"
@@ -133,7 +134,8 @@ func TestClassifyCaptures(t *testing.T) {
 	}
 }
 
-// built is a request made from what reports say, not captured.
+// built is a request made from what reports say of the firmware that a test
+// names, not captured.
 func built(t testing.TB, class string, archs []iana.Arch, user string, features []byte) *dhcpv4.DHCPv4 {
 	t.Helper()
 	mods := []dhcpv4.Modifier{}
@@ -276,6 +278,35 @@ func TestHTTPBootGetsItsClassBack(t *testing.T) {
 	reply := ask(t, s, built(t, "HTTPClient:Arch:00016:UNDI:003001", []iana.Arch{16}, "", nil))
 	if reply == nil || reply.ClassIdentifier() != "HTTPClient" || reply.BootFileName != url {
 		t.Errorf("handle(HTTP boot) = %v, want option 60 HTTPClient and the URL", reply)
+	}
+}
+
+// TestIPXEListensForNoProxy: where the box leases and names what boots, no iPXE
+// waits for a proxy; where it does not, another may still come.
+func TestIPXEListensForNoProxy(t *testing.T) {
+	proxy := func(c *Config) { c.Mode = Proxy }
+	for _, tt := range []struct {
+		name, packet, file string
+		edits              []func(*Config)
+		want               []byte
+	}{
+		{"iPXE", "ipxe-bios-discover", "undionly.kpxe", nil, []byte{0xb0, 1, 1}},
+		{"iPXE, acknowledged", "ipxe-uefi-request", "http://10.77.0.1/script", nil, []byte{0xb0, 1, 1}},
+		{"iPXE without an assignment", "ipxe-bios-discover", "", nil, nil},
+		{"firmware", "edk2-uefi-discover", "snponly.efi", nil, nil},
+		{"iPXE of a proxy", "ipxe-bios-discover", "undionly.kpxe", []func(*Config){proxy}, nil},
+	} {
+		s := testServer(t, func(Who) string { return tt.file }, tt.edits...)
+		req := captured(t, tt.packet)
+		req.UpdateOption(dhcpv4.OptRequestedIPAddress(net.IPv4(10, 77, 0, 150)))
+		reply := ask(t, s, req)
+		if reply == nil && tt.file != "" {
+			t.Errorf("handle(%s) = nil", tt.name)
+			continue
+		}
+		if got := reply.Options.Get(dhcpv4.GenericOptionCode(optionIPXE)); !bytes.Equal(got, tt.want) {
+			t.Errorf("handle(%s): option 175 = %x, want %x", tt.name, got, tt.want)
+		}
 	}
 }
 

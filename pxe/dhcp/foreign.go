@@ -59,7 +59,7 @@ var toClients = []unix.SockFilter{
 
 // listen opens the ear on an interface. A promiscuous one hears the answers to
 // a made-up MAC too, which a switch sends everywhere.
-func listen(iface string, promiscuous bool) (*listener, error) {
+func listen(iface string, filter []unix.SockFilter, promiscuous bool) (*listener, error) {
 	i, err := net.InterfaceByName(iface)
 	if err != nil {
 		return nil, fmt.Errorf("interface %s: %w", iface, err)
@@ -70,12 +70,15 @@ func listen(iface string, promiscuous bool) (*listener, error) {
 		return nil, fmt.Errorf("open packet socket: %w", os.NewSyscallError("socket", err))
 	}
 	file := os.NewFile(uintptr(fd), "dhcp listener")
-	err = unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &unix.SockFprog{Len: uint16(len(toClients)), Filter: &toClients[0]})
+	err = unix.SetsockoptSockFprog(fd, unix.SOL_SOCKET, unix.SO_ATTACH_FILTER, &unix.SockFprog{Len: uint16(len(filter)), Filter: &filter[0]})
 	if err == nil && promiscuous {
 		err = unix.SetsockoptPacketMreq(fd, unix.SOL_PACKET, unix.PACKET_ADD_MEMBERSHIP, &unix.PacketMreq{Ifindex: int32(i.Index), Type: unix.PACKET_MR_PROMISC})
 	}
 	if err == nil {
 		err = unix.Bind(fd, &unix.SockaddrLinklayer{Protocol: hostToNet(unix.ETH_P_IP), Ifindex: i.Index})
+	}
+	if err == nil {
+		err = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, receiveBuffer)
 	}
 	l := &listener{file: file}
 	if err == nil {
@@ -92,19 +95,9 @@ func (l *listener) Close() error { return l.file.Close() }
 // next is the next message of a server to a client; what is none is passed over.
 func (l *listener) next(buf []byte) (*dhcpv4.DHCPv4, error) {
 	for {
-		var n int
-		var err error
-		if err := l.raw.Read(func(fd uintptr) bool {
-			n, _, err = unix.Recvfrom(int(fd), buf, 0)
-			return !errors.Is(err, unix.EAGAIN)
-		}); err != nil {
-			return nil, err
-		}
-		if errors.Is(err, unix.ENETDOWN) {
-			continue // told once; the socket lives on
-		}
+		n, _, err := l.receive(buf)
 		if err != nil {
-			return nil, os.NewSyscallError("recvfrom", err)
+			return nil, err
 		}
 		if d, err := dhcpv4.FromBytes(payload(buf[:n])); err == nil && d.OpCode == dhcpv4.OpcodeBootReply {
 			return d, nil
@@ -162,7 +155,7 @@ func Probe(ctx context.Context, iface string, own netip.Addr, p Probing) error {
 	if err := waitLink(ctx, iface); err != nil {
 		return err
 	}
-	l, err := listen(iface, true)
+	l, err := listen(iface, toClients, true)
 	if err != nil {
 		return fmt.Errorf("probe for DHCP servers: %w", err)
 	}
@@ -180,7 +173,7 @@ func Probe(ctx context.Context, iface string, own netip.Addr, p Probing) error {
 	defer stop()
 	buf := make([]byte, 2048)
 	for try := range p.Tries {
-		if err := ask.send(f); err != nil {
+		if err := sendUp(ctx, iface, func() error { return ask.send(f) }); err != nil {
 			return fmt.Errorf("probe for DHCP servers: %w", err)
 		}
 		wait := p.Every
@@ -238,6 +231,25 @@ func (q question) isAnswer(d *dhcpv4.DHCPv4) bool {
 
 // linkEvery is how often a link that is down is looked at.
 const linkEvery = 200 * time.Millisecond
+
+// sendUp repeats send until the link takes the packet. One that comes or goes at
+// the moment says that it is down, or that its queue, which is not there, is full.
+func sendUp(ctx context.Context, iface string, send func() error) error {
+	for {
+		err := send()
+		if !errors.Is(err, unix.ENETDOWN) && !errors.Is(err, unix.ENOBUFS) {
+			return err
+		}
+		select {
+		case <-ctx.Done():
+			return ctx.Err()
+		case <-time.After(linkEvery):
+		}
+		if err := waitLink(ctx, iface); err != nil {
+			return err
+		}
+	}
+}
 
 func waitLink(ctx context.Context, iface string) error {
 	for {

@@ -7,12 +7,15 @@ import (
 	"net"
 	"net/netip"
 	"sync"
+	"sync/atomic"
 	"time"
 
 	"github.com/insomniacslk/dhcp/dhcpv4"
 	"golang.org/x/sys/unix"
 
 	"github.com/better-compute/site-appliance/appliance/base/bound"
+	"github.com/better-compute/site-appliance/pxe/chain"
+	"github.com/better-compute/site-appliance/pxe/limit"
 )
 
 const (
@@ -31,20 +34,46 @@ const (
 
 // Server answers the requests of one interface.
 type Server struct {
-	cfg     Config
-	conn    *net.UDPConn // nil where another server of this host has port 67
+	cfg Config
+	// door is port 67; nil while another server of this host has it, beside a proxy.
+	door    atomic.Pointer[door]
 	proxied *net.UDPConn // port 4011, in mode Proxy
 	frame   *framer
 	ear     *listener // in mode Authoritative
 
-	chains  chains
 	holders holders
-	logged  seldom
-	others  seldom
+	logged  limit.Seldom
+	others  limit.Seldom
 
 	// first are of known machines
 	first, later chan packetIn
-	dropped      seldom
+	dropped      limit.Seldom
+}
+
+// door is port 67: what clients send themselves, what relays pass on, and apart from
+// them, what comes from another MAC than it names.
+type door struct {
+	*net.UDPConn
+	strangers *listener
+}
+
+func (d *door) Close() error { return errors.Join(d.UDPConn.Close(), d.strangers.Close()) }
+
+func openDoor(ctx context.Context, iface string) (*door, error) {
+	conn, err := bound.ListenPacket(ctx, iface, netip.AddrPortFrom(netip.IPv4Unspecified(), dhcpv4.ServerPort))
+	if err != nil {
+		return nil, err
+	}
+	_ = conn.SetReadBuffer(receiveBuffer)
+	strangers, err := listen(iface, strange, false)
+	if err != nil {
+		return nil, errors.Join(err, conn.Close())
+	}
+	d := &door{conn, strangers}
+	if err := onlyOwn(conn); err != nil {
+		return nil, errors.Join(err, d.Close())
+	}
+	return d, nil
 }
 
 // packetIn is a packet that waits to be answered.
@@ -65,6 +94,9 @@ func Listen(ctx context.Context, cfg Config) (*Server, error) {
 }
 
 func newServer(cfg Config) *Server {
+	if cfg.Chains == nil {
+		cfg.Chains = new(chain.Memory)
+	}
 	if cfg.Probing.Tries == 0 {
 		cfg.Probing = DefaultProbing
 	}
@@ -72,27 +104,25 @@ func newServer(cfg Config) *Server {
 }
 
 func (s *Server) open(ctx context.Context) (err error) {
-	at := func(port uint16) netip.AddrPort { return netip.AddrPortFrom(netip.IPv4Unspecified(), port) }
 	if s.cfg.Mode == Proxy {
-		if s.proxied, err = bound.ListenPacket(ctx, s.cfg.Interface, at(proxyPort)); err != nil {
+		if s.proxied, err = bound.ListenPacket(ctx, s.cfg.Interface, netip.AddrPortFrom(netip.IPv4Unspecified(), proxyPort)); err != nil {
 			return err
 		}
 	}
-	s.conn, err = bound.ListenPacket(ctx, s.cfg.Interface, at(dhcpv4.ServerPort))
+	d, err := openDoor(ctx, s.cfg.Interface)
 	switch {
 	case errors.Is(err, unix.EADDRINUSE) && s.cfg.Mode == Proxy:
-		s.conn = nil
-		s.cfg.Log.Warn("another DHCP server of this host has port 67: only what comes to port 4011 is answered", "err", err)
+		s.cfg.Log.Warn("another DHCP server of this host has port 67: until it leaves it, only what comes to port 4011 is answered", "err", err)
 	case err != nil:
 		return err
 	default:
-		_ = s.conn.SetReadBuffer(receiveBuffer)
+		s.door.Store(d)
 	}
 	if s.frame, err = newFramer(s.cfg.Interface, s.cfg.Local.Server); err != nil {
 		return err
 	}
 	if s.cfg.Mode == Authoritative {
-		s.ear, err = listen(s.cfg.Interface, false)
+		s.ear, err = listen(s.cfg.Interface, toClients, false)
 	}
 	return err
 }
@@ -100,10 +130,11 @@ func (s *Server) open(ctx context.Context) (err error) {
 // Close releases the sockets and ends Serve.
 func (s *Server) Close() error {
 	var all []error
-	for _, c := range []*net.UDPConn{s.conn, s.proxied} {
-		if c != nil {
-			all = append(all, c.Close())
-		}
+	if d := s.door.Load(); d != nil {
+		all = append(all, d.Close())
+	}
+	if s.proxied != nil {
+		all = append(all, s.proxied.Close())
 	}
 	if s.frame != nil {
 		all = append(all, s.frame.Close())
@@ -127,15 +158,26 @@ func (s *Server) Serve(ctx context.Context) error {
 			}
 		})
 	}
-	for _, c := range []struct {
-		conn  *net.UDPConn
-		proxy bool
-	}{{s.conn, false}, {s.proxied, true}} {
-		if c.conn != nil {
-			stop := context.AfterFunc(ctx, func() { c.conn.Close() })
-			defer stop()
-			run(func(ctx context.Context) error { return s.read(ctx, c.conn, c.proxy) })
-		}
+	through := func(d *door) {
+		context.AfterFunc(ctx, func() { d.Close() }) // ctx ends with Serve
+		run(func(ctx context.Context) error { return s.read(ctx, d.UDPConn, false) })
+		run(func(ctx context.Context) error { return s.readStrange(ctx, d.strangers) })
+	}
+	if d := s.door.Load(); d != nil {
+		through(d)
+	} else {
+		run(func(ctx context.Context) error {
+			d, err := s.awaitDoor(ctx)
+			if err == nil {
+				through(d)
+			}
+			return err
+		})
+	}
+	if s.proxied != nil {
+		stop := context.AfterFunc(ctx, func() { s.proxied.Close() })
+		defer stop()
+		run(func(ctx context.Context) error { return s.read(ctx, s.proxied, true) })
 	}
 	if s.ear != nil {
 		stop := context.AfterFunc(ctx, func() { s.ear.Close() })
@@ -151,11 +193,35 @@ func (s *Server) Serve(ctx context.Context) error {
 	return nil
 }
 
+// doorEvery is how often a proxy tries whether port 67 is free by now.
+const doorEvery = 5 * time.Second
+
+// awaitDoor waits until the other server of this host has left port 67.
+func (s *Server) awaitDoor(ctx context.Context) (*door, error) {
+	for {
+		select {
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		case <-time.After(doorEvery):
+		}
+		d, err := openDoor(ctx, s.cfg.Interface)
+		if errors.Is(err, unix.EADDRINUSE) {
+			continue
+		}
+		if err != nil {
+			return nil, err
+		}
+		s.door.Store(d)
+		s.cfg.Log.Info("port 67 is free: what comes there is answered too")
+		return d, nil
+	}
+}
+
 // read sorts what comes in: known machines first, and of no MAC too much. It
 // never waits for an answer to be made, so that a flood fills its own queue
 // and not the kernel's.
 func (s *Server) read(ctx context.Context, conn *net.UDPConn, proxy bool) error {
-	limit := newLimiter()
+	limiter := limit.New()
 	buf := make([]byte, maxPacket)
 	for {
 		n, from, err := conn.ReadFromUDPAddrPort(buf)
@@ -175,18 +241,29 @@ func (s *Server) read(ctx context.Context, conn *net.UDPConn, proxy bool) error 
 			}
 			continue
 		}
-		s.sort(limit, buf[:n], source{netip.AddrPortFrom(from.Addr().Unmap(), from.Port()), proxy}, time.Now())
+		s.sort(limiter, buf[:n], source{netip.AddrPortFrom(from.Addr().Unmap(), from.Port()), proxy}, time.Now())
 	}
 }
 
-// sort queues one packet, and reports whether it did.
-func (s *Server) sort(limit *limiter, data []byte, from source, now time.Time) bool {
+// sort queues one packet, and reports whether it did. What a relay says is bounded
+// apart from what the machine itself does.
+func (s *Server) sort(limiter *limit.Limiter, data []byte, from source, now time.Time) bool {
 	const hardware = 28 // chaddr
 	if len(data) < bootpHeader {
 		return false
 	}
 	mac := [6]byte(data[hardware:])
-	if !limit.allow(mac, now) {
+	if [4]byte(data[giaddr:]) != [4]byte{} {
+		mac[0] ^= 1 // no client's
+	}
+	return s.enqueue(limiter, mac, data, from, now)
+}
+
+// enqueue bounds what is counted as who's.
+func (s *Server) enqueue(limiter *limit.Limiter, who [6]byte, data []byte, from source, now time.Time) bool {
+	const hardware = 28 // chaddr
+	mac := [6]byte(data[hardware:])
+	if !limiter.Allow(who, now) {
 		s.drop("one MAC sends too much", net.HardwareAddr(mac[:]).String())
 		return false
 	}
@@ -204,7 +281,7 @@ func (s *Server) sort(limit *limiter, data []byte, from source, now time.Time) b
 }
 
 func (s *Server) drop(why, mac string) {
-	if s.dropped.fresh(why, s.cfg.Now(), time.Minute) {
+	if s.dropped.Fresh(why, s.cfg.Now(), time.Minute) {
 		s.cfg.Log.Warn("DHCP packets dropped", "why", why, "mac", mac)
 	}
 }
@@ -256,9 +333,9 @@ func (s *Server) one(p packetIn) {
 
 // send is called from the server's and from the leases' goroutine.
 func (s *Server) send(a answer, data []byte) {
-	conn := s.conn
-	if a.to.proxy || conn == nil {
-		conn = s.proxied
+	conn := s.proxied
+	if d := s.door.Load(); d != nil && !a.to.proxy {
+		conn = d.UDPConn
 	}
 	var err error
 	if a.to.mac != nil {
@@ -330,47 +407,14 @@ func (s *Server) askOn(ctx context.Context, ask question) {
 const foreignEvery = 10 * time.Minute
 
 func (s *Server) foreign(f Foreign) {
-	if s.cfg.Mode != Authoritative || s.cfg.Foreign == nil || !s.others.fresh(f.Server.String(), s.cfg.Now(), foreignEvery) {
+	if s.cfg.Mode != Authoritative || s.cfg.Foreign == nil || !s.others.Fresh(f.Server.String(), s.cfg.Now(), foreignEvery) {
 		return
 	}
 	s.cfg.Log.Warn("another DHCP server is on the wire", "server", f.Server.String(), "mac", f.MAC, "offered", f.Offered.String())
 	s.cfg.Foreign(f)
 }
 
-func (s *Server) told(what string) bool { return !s.logged.fresh(what, s.cfg.Now(), time.Second) }
+func (s *Server) told(what string) bool { return !s.logged.Fresh(what, s.cfg.Now(), time.Second) }
 
 // Loaded notes that a machine has fetched all of the boot program that it was given.
-func (s *Server) Loaded(mac string) { s.chains.loaded(mac, s.cfg.Now()) }
-
-// seldom says of each key whether it is time to tell of it again. Of more than
-// maxSeldom keys at a time it tells no more.
-type seldom struct {
-	mu sync.Mutex
-	at map[string]time.Time
-}
-
-const maxSeldom = 64
-
-func (s *seldom) fresh(key string, now time.Time, every time.Duration) bool {
-	s.mu.Lock()
-	defer s.mu.Unlock()
-	recent := func(at time.Time) bool { return now.Sub(at) < every && !now.Before(at) }
-	if at, ok := s.at[key]; ok && recent(at) {
-		return false
-	}
-	if s.at == nil {
-		s.at = make(map[string]time.Time)
-	}
-	if _, ok := s.at[key]; !ok && len(s.at) >= maxSeldom {
-		for k, at := range s.at {
-			if !recent(at) {
-				delete(s.at, k)
-			}
-		}
-		if len(s.at) >= maxSeldom {
-			return false
-		}
-	}
-	s.at[key] = now
-	return true
-}
+func (s *Server) Loaded(mac string) { s.cfg.Chains.Loaded(chain.DHCPv4, mac, s.cfg.Now()) }

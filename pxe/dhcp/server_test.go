@@ -2,24 +2,24 @@ package dhcp
 
 import (
 	"net"
-	"net/netip"
 	"strings"
 	"testing"
-	"time"
 
 	"github.com/insomniacslk/dhcp/dhcpv4"
+
+	"github.com/better-compute/site-appliance/pxe/limit"
 )
 
 // TestKnownFirst: what made-up MACs fill is bounded and not the known machines' queue.
 func TestKnownFirst(t *testing.T) {
 	s := testServer(t, bootFile, func(c *Config) { c.Known = func(mac string) bool { return strings.HasPrefix(mac, "52:54:00:00:07:") } })
-	limit := newLimiter()
+	limiter := limit.New()
 	from := func(mac ...byte) []byte {
 		return message(t, dhcpv4.MessageTypeDiscover, dhcpv4.WithHwAddr(net.HardwareAddr(mac))).ToBytes()
 	}
 	queued := 0
 	for i := range 2 * maxUnknown {
-		if s.sort(limit, from(2, 0, 0, 9, byte(i>>8), byte(i)), source{}, t0) {
+		if s.sort(limiter, from(2, 0, 0, 9, byte(i>>8), byte(i)), source{}, t0) {
 			queued++
 		}
 	}
@@ -28,17 +28,17 @@ func TestKnownFirst(t *testing.T) {
 	}
 	queued = 0
 	for range 1000 {
-		if s.sort(limit, from(0x52, 0x54, 0, 0, 7, 1), source{}, t0) {
+		if s.sort(limiter, from(0x52, 0x54, 0, 0, 7, 1), source{}, t0) {
 			queued++
 		}
 	}
-	if queued != perBurst || len(s.first) != perBurst {
-		t.Errorf("of one known MAC's flood %d packets wait, %d of them first, want %d", queued, len(s.first), perBurst)
+	if queued != limit.PerBurst || len(s.first) != limit.PerBurst {
+		t.Errorf("of one known MAC's flood %d packets wait, %d of them first, want %d", queued, len(s.first), limit.PerBurst)
 	}
-	if !s.sort(limit, from(0x52, 0x54, 0, 0, 7, 2), source{}, t0) || len(s.first) != perBurst+1 {
+	if !s.sort(limiter, from(0x52, 0x54, 0, 0, 7, 2), source{}, t0) || len(s.first) != limit.PerBurst+1 {
 		t.Error("another known machine finds no place in the queue")
 	}
-	if s.sort(limit, make([]byte, bootpHeader-1), source{}, t0) {
+	if s.sort(limiter, make([]byte, bootpHeader-1), source{}, t0) {
 		t.Error("a packet that is too short is queued")
 	}
 }
@@ -92,23 +92,5 @@ func TestReleaseDecline(t *testing.T) {
 		if reply == nil || reply.YourIPAddr.Equal(ip4("10.77.0.160")) != tt.same {
 			t.Errorf("after %s, DISCOVER is offered %v, want the same address: %v", tt.name, reply, tt.same)
 		}
-	}
-}
-
-func TestSeldom(t *testing.T) {
-	var s seldom
-	for i, want := range []bool{true, false, true} {
-		if got := s.fresh("a", t0.Add(time.Duration(i)*foreignEvery/2), foreignEvery); got != want {
-			t.Errorf("fresh at %d = %v, want %v", i, got, want)
-		}
-	}
-	told := 0
-	for i := range 1000 {
-		if s.fresh(netip.AddrFrom4([4]byte{10, 0, byte(i >> 8), byte(i)}).String(), t0.Add(foreignEvery), foreignEvery) {
-			told++
-		}
-	}
-	if told != maxSeldom-1 || len(s.at) != maxSeldom {
-		t.Errorf("of 1000 more keys %d are told and %d remembered, want %d and %d", told, len(s.at), maxSeldom-1, maxSeldom)
 	}
 }

@@ -20,7 +20,7 @@ const (
 var order = []uint8{
 	53, 54, // what this is, and whose
 	51, 1, // the address
-	60, 43, 97, 67, // what boots
+	60, 43, 97, 67, optionIPXE, // what boots
 	3, 61, 58, 59, 6, 121, 26, 12, 119, 42, 28,
 }
 

@@ -22,6 +22,7 @@ import (
 	"github.com/better-compute/site-appliance/appliance/base/bound"
 	"github.com/better-compute/site-appliance/pxe/lease"
 	"github.com/better-compute/site-appliance/pxe/pxetest"
+	"github.com/better-compute/site-appliance/pxe/pxetest/fleet"
 )
 
 // wire is a bridge of the box, box0 with 10.77.0.1, and hosts on it.
@@ -138,20 +139,33 @@ func running(t *testing.T, edit func(*Config)) (s *Server, ended chan error) {
 type client struct {
 	t    *testing.T
 	conn *net.UDPConn
+	wire *fleet.Ether
 }
 
 func newClient(t *testing.T, h *pxetest.Host, port uint16) *client {
 	t.Helper()
 	c := &client{t: t}
 	h.Do(func() (err error) {
+		if c.wire, err = fleet.OpenEther(h.Iface); err != nil {
+			return err
+		}
 		c.conn, err = bound.ListenPacket(t.Context(), h.Iface, netip.AddrPortFrom(netip.IPv4Unspecified(), port))
 		return err
 	})
-	t.Cleanup(func() { c.conn.Close() })
+	t.Cleanup(func() { c.conn.Close(); c.wire.Close() })
 	return c
 }
 
 var servers = netip.AddrPortFrom(everyone, dhcpv4.ServerPort)
+
+// send broadcasts from the MAC that the message names.
+func (c *client) send(d *dhcpv4.DHCPv4, to netip.AddrPort) error {
+	if to == servers {
+		return c.wire.Broadcast(d.ClientHWAddr, d.ToBytes())
+	}
+	_, err := c.conn.WriteToUDPAddrPort(d.ToBytes(), to)
+	return err
+}
 
 // exchange sends a message, again each second, until enough of its answers came.
 func (c *client) exchange(d *dhcpv4.DHCPv4, to netip.AddrPort, enough func([]*dhcpv4.DHCPv4) bool) []*dhcpv4.DHCPv4 {
@@ -159,7 +173,7 @@ func (c *client) exchange(d *dhcpv4.DHCPv4, to netip.AddrPort, enough func([]*dh
 	var all []*dhcpv4.DHCPv4
 	buf := make([]byte, 2048)
 	for range 20 {
-		if _, err := c.conn.WriteToUDPAddrPort(d.ToBytes(), to); err != nil {
+		if err := c.send(d, to); err != nil {
 			c.t.Fatal(err)
 		}
 		_ = c.conn.SetReadDeadline(time.Now().Add(time.Second))
@@ -357,14 +371,20 @@ func TestProxyWhere67IsTaken(t *testing.T) {
 		return
 	}
 	hosts := wire(t, macA, macB)
-	dnsmasq(t, nil, "box0", leasing)
+	stop := dnsmasq(t, nil, "box0", leasing)
 	s, _ := running(t, func(c *Config) { c.Mode = Proxy })
-	if s.conn != nil {
+	if s.door.Load() != nil {
 		t.Error("port 67 is open beside dnsmasq")
 	}
 	askProxy(t, hosts[1], netip.MustParseAddr("10.77.0.25"))
 	if _, err := Listen(t.Context(), Config{Interface: "box0", Mode: Reservations, Local: s.cfg.Local, Now: time.Now, Log: s.cfg.Log}); err == nil {
 		t.Error("Listen(reservations) where port 67 is taken = nil, want an error")
+	}
+	// Once that server has gone, port 67 is the proxy's as well.
+	stop()
+	c := newClient(t, hosts[1], dhcpv4.ClientPort)
+	if got := c.exchange(c.message(dhcpv4.MessageTypeDiscover, macB, fromUEFI), servers, one)[0]; got.BootFileName != "snponly.efi" || !got.YourIPAddr.IsUnspecified() {
+		t.Errorf("after the other server has gone the box offers %s", got.Summary())
 	}
 }
 
@@ -418,9 +438,84 @@ func TestHostileClients(t *testing.T) {
 	}
 }
 
+// TestOtherSender: nobody but a known machine itself, or its relay, speaks for it
+// to the server; who makes up a MAC, as boxes do that look for servers, is answered.
+func TestOtherSender(t *testing.T) {
+	if !pxetest.InNamespace(t) {
+		return
+	}
+	// The third's MAC ends as the machine's own.
+	hosts := wire(t, macA, macB, "56:54:00:00:00:0a")
+	relay := Subnet{Pool: "lan", Network: netip.MustParsePrefix("10.77.0.0/24"), Server: netip.MustParseAddr("10.77.0.1"), Giaddr: netip.MustParseAddr("10.77.0.2")}
+	running(t, func(c *Config) {
+		c.Takeover, c.Relayed = true, []Subnet{relay}
+		c.Known = func(mac string) bool { return mac == macA }
+	})
+	c, other := newClient(t, hosts[0], dhcpv4.ClientPort), newClient(t, hosts[1], dhcpv4.ClientPort)
+	hosts[1].SetAddress(netip.MustParsePrefix("10.77.0.2/24"), netip.Addr{})
+	made := "02:00:00:00:00:99"
+	spoofed := other.message(dhcpv4.MessageTypeDiscover, macA, fromUEFI)
+	third := newClient(t, hosts[2], dhcpv4.ClientPort)
+	for range 50 { // more than a machine may send
+		for _, from := range []*client{other, third} {
+			if _, err := from.conn.WriteToUDPAddrPort(spoofed.ToBytes(), servers); err != nil {
+				t.Fatal(err)
+			}
+		}
+	}
+	fromOther := func(d *dhcpv4.DHCPv4) *dhcpv4.DHCPv4 {
+		if _, err := other.conn.WriteToUDPAddrPort(d.ToBytes(), servers); err != nil {
+			t.Fatal(err)
+		}
+		buf := make([]byte, 2048)
+		_ = other.conn.SetReadDeadline(time.Now().Add(20 * time.Second))
+		for {
+			n, _, err := other.conn.ReadFromUDPAddrPort(buf)
+			if err != nil {
+				t.Fatalf("%s gets no answer: %v", d.ClientHWAddr, err)
+			}
+			if reply, err := dhcpv4.FromBytes(buf[:n]); err == nil && reply.OpCode == dhcpv4.OpcodeBootReply {
+				return reply
+			}
+		}
+	}
+	if got := fromOther(other.message(dhcpv4.MessageTypeDiscover, made, fromUEFI)); got.ClientHWAddr.String() != made {
+		t.Errorf("the answer is for %s, want that nothing in another's name is answered and %s is", got.ClientHWAddr, made)
+	}
+	own := c.message(dhcpv4.MessageTypeDiscover, macA, fromUEFI)
+	if got := c.exchange(own, servers, one); got[0].MessageType() != dhcpv4.MessageTypeOffer {
+		t.Errorf("the machine itself is answered with %s", got[0].MessageType())
+	}
+	// All hear the answers. What was sent before would have been answered before.
+	buf := make([]byte, 2048)
+	_ = other.conn.SetReadDeadline(time.Now().Add(20 * time.Second))
+	for {
+		n, _, err := other.conn.ReadFromUDPAddrPort(buf)
+		if err != nil {
+			t.Fatalf("the machine's own answer is not heard: %v", err)
+		}
+		reply, err := dhcpv4.FromBytes(buf[:n])
+		if err == nil && reply.TransactionID == spoofed.TransactionID {
+			t.Errorf("what came in the machine's name from another is answered: %s", reply.Summary())
+			break
+		}
+		if err == nil && reply.TransactionID == own.TransactionID {
+			break
+		}
+	}
+	// A relay's are in its clients' names; the answer goes to its port 67.
+	passed := newClient(t, hosts[1], dhcpv4.ServerPort)
+	got := passed.exchange(passed.message(dhcpv4.MessageTypeDiscover, macA, fromUEFI, dhcpv4.WithGatewayIP(ip4("10.77.0.2"))), netip.MustParseAddrPort("10.77.0.1:67"), one)
+	if got[0].ClientHWAddr.String() != macA || got[0].MessageType() != dhcpv4.MessageTypeOffer {
+		t.Errorf("through a relay the machine is answered with %s", got[0].Summary())
+	}
+}
+
 // TestSlowPorts: a switch port that lets nothing through for a while after the
 // link came up, as with the spanning tree protocol, and links that go and come
-// back. The machine asks on, and the box is still there.
+// back. The machine asks on, and the box is still there. Built: ports of Cisco's
+// and others without portfast let nothing through for 30 seconds, in which a
+// Raspberry Pi 3 asks five times, and iPXE, which resets its port, ten seconds long.
 func TestSlowPorts(t *testing.T) {
 	if !pxetest.InNamespace(t) {
 		return

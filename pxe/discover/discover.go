@@ -1,7 +1,10 @@
 // Package discover tells once a minute, and not more, of each unknown machine that asks to boot.
 package discover
 
-import "time"
+import (
+	"sync"
+	"time"
+)
 
 const (
 	every = time.Minute
@@ -9,13 +12,17 @@ const (
 	most = 4096
 )
 
-// Filter remembers who was told of. Its zero value is ready; it serves one goroutine.
+// Filter remembers who was told of. Its zero value is ready; it is safe for
+// concurrent use.
 type Filter struct {
+	mu   sync.Mutex
 	told map[string]time.Time
 }
 
 // Fresh says whether mac is to be told of now.
 func (f *Filter) Fresh(mac string, now time.Time) bool {
+	f.mu.Lock()
+	defer f.mu.Unlock()
 	if at, ok := f.told[mac]; ok && now.Sub(at) < every && !now.Before(at) {
 		return false
 	}

@@ -17,9 +17,19 @@ const (
 	BIOSLoader  = "ipxe/undionly.kpxe"
 	// ARM64Loader is GRUB's network image: there is no iPXE for it.
 	ARM64Loader = "grub/grubnetaa64.efi"
-	Kernel      = "ramdisk/vmlinuz"
-	Initrd      = "ramdisk/initrd"
+	// Shim is what Secure Boot starts. It fetches ShimSecond, GRUB's signed network
+	// image, from beside itself.
+	Shim       = "grub/shimx64.efi"
+	ShimSecond = "grub/grubx64.efi"
+	Kernel     = "ramdisk/vmlinuz"
+	Initrd     = "ramdisk/initrd"
+	// ARM64Kernel and ARM64Initrd are the ramdisk for arm64.
+	ARM64Kernel = "ramdisk-arm64/vmlinuz"
+	ARM64Initrd = "ramdisk-arm64/initrd"
 )
+
+// Choices are the boot programs of x86-64 UEFI firmware that an assignment can name.
+var Choices = map[string]string{"snponly": UEFILoader, "ipxe": UEFIDrivers, "shim": Shim}
 
 // File is one opened boot program.
 type File interface {

@@ -5,6 +5,7 @@ import (
 	"sync"
 	"time"
 
+	"github.com/better-compute/site-appliance/pxe/decide"
 	"github.com/better-compute/site-appliance/pxe/pxev1"
 )
 
@@ -16,14 +17,15 @@ const (
 	bootLife = time.Hour
 )
 
-// directFor is how long firmware that asks DHCP again is given the same URL.
-const directFor = 5 * time.Minute
+// sameFor is how long who asks again for a boot that has not begun is given the same.
+const sameFor = 5 * time.Minute
 
 // boot is one boot of one machine, begun by its script or by a URL in DHCP.
 type boot struct {
 	machine, window string
 	began           time.Time
-	direct          bool
+	// program is what boots: our iPXE, GRUB, or the firmware by a URL in DHCP.
+	program decide.Program
 
 	mu      sync.Mutex
 	archive []byte
@@ -69,26 +71,27 @@ type running struct {
 // mostBoots bounds all of them: strangers are as many as they say.
 const mostBoots = 16384
 
-func (bs *running) begin(m *pxev1.Machine, now time.Time) (token string) {
+func (bs *running) begin(m *pxev1.Machine, now time.Time, by decide.Program) (token string) {
 	bs.mu.Lock()
 	defer bs.mu.Unlock()
-	return bs.add(m, now, false)
+	return bs.add(m, now, by)
 }
 
-// direct is a boot whose URL stands in DHCP: the same for each packet of one, and
-// a new one once it was fetched.
-func (bs *running) direct(m *pxev1.Machine, now time.Time) (token string) {
+// same is a boot that is named more than once before it begins: by DHCP, whose every
+// packet has its URL, or to GRUB, which opens its configuration several times
+// before it reads it. Once it was fetched, it is a new one.
+func (bs *running) same(m *pxev1.Machine, now time.Time, by decide.Program) (token string) {
 	bs.mu.Lock()
 	defer bs.mu.Unlock()
 	for token, b := range bs.byToken {
-		if b.direct && b.machine == m.MachineId && b.window == m.WindowId && now.Sub(b.began) < directFor && !b.isCounted() {
+		if b.program == by && b.machine == m.MachineId && b.window == m.WindowId && now.Sub(b.began) < sameFor && !b.isCounted() {
 			return token
 		}
 	}
-	return bs.add(m, now, true)
+	return bs.add(m, now, by)
 }
 
-func (bs *running) add(m *pxev1.Machine, now time.Time, direct bool) (token string) {
+func (bs *running) add(m *pxev1.Machine, now time.Time, by decide.Program) (token string) {
 	var oldest string
 	n := 0
 	for token, b := range bs.byToken {
@@ -112,7 +115,7 @@ func (bs *running) add(m *pxev1.Machine, now time.Time, direct bool) (token stri
 		delete(bs.byToken, token)
 	}
 	token = newToken()
-	bs.byToken[token] = &boot{machine: m.MachineId, window: m.WindowId, began: now, direct: direct}
+	bs.byToken[token] = &boot{machine: m.MachineId, window: m.WindowId, began: now, program: by}
 	return token
 }
 

@@ -15,6 +15,7 @@ import (
 	"path/filepath"
 	"slices"
 	"strings"
+	"sync"
 	"testing"
 	"testing/iotest"
 	"time"
@@ -55,6 +56,7 @@ type rig struct {
 	arch    decide.Arch
 	booting Booting
 	minted  int
+	mu      sync.Mutex // of what follows
 	stages  []string
 }
 
@@ -89,11 +91,20 @@ func newRig(t testing.TB) *rig {
 			return memory{bytes.NewReader([]byte("artifact"))}, 8, nil
 		},
 		Stage: func(mac string, m *pxev1.Machine, stage, detail string) {
+			r.mu.Lock()
+			defer r.mu.Unlock()
 			r.stages = append(r.stages, mac+" "+m.MachineId+" "+stage)
 		},
 		Now: func() time.Time { return r.now }, Log: slog.New(slog.DiscardHandler),
 	})
 	return r
+}
+
+// told are the stages, of a handler that may still run.
+func (r *rig) told() string {
+	r.mu.Lock()
+	defer r.mu.Unlock()
+	return strings.Join(r.stages, ",")
 }
 
 func (r *rig) do(method, addr, path string, header ...string) *httptest.ResponseRecorder {
@@ -284,8 +295,8 @@ func TestImages(t *testing.T) {
 		file    string
 		kind    string
 	}{
-		"iso":           {&pxev1.Machine{Action: pxev1.Action_ACTION_ISO, Purpose: "iso", Iso: &pxev1.Iso{Sha256: digest, Size: 8, Name: "rescue"}}, decide.BIOS, "sanboot", "rescue.iso", "application/vnd.efi-iso"},
-		"iso, odd name": {&pxev1.Machine{Action: pxev1.Action_ACTION_ISO, Purpose: "iso", Iso: &pxev1.Iso{Sha256: digest, Size: 8, Name: "a b/c.iso"}}, decide.X64, "sanboot", "disc.iso", "application/vnd.efi-iso"},
+		"iso":           {&pxev1.Machine{Action: pxev1.Action_ACTION_ISO, Purpose: "iso", Iso: &pxev1.Iso{Sha256: digest, Size: 8, Name: "rescue"}}, decide.BIOS, "sanhook", "rescue.iso", "application/vnd.efi-iso"},
+		"iso, odd name": {&pxev1.Machine{Action: pxev1.Action_ACTION_ISO, Purpose: "iso", Iso: &pxev1.Iso{Sha256: digest, Size: 8, Name: "a b/c.iso"}}, decide.X64, "sanhook", "disc.iso", "application/vnd.efi-iso"},
 		"kernel":        {&pxev1.Machine{Action: pxev1.Action_ACTION_KERNEL, Purpose: "boot", Kernel: &pxev1.Kernel{Sha256: digest, InitrdSha256: digest, Cmdline: "quiet"}}, decide.X64, "kernel", "kernel", "application/octet-stream"},
 		"uki":           {&pxev1.Machine{Action: pxev1.Action_ACTION_UKI, Purpose: "boot", Kernel: &pxev1.Kernel{Sha256: digest}}, decide.X64, "kernel", "boot.efi", "application/efi"},
 	} {
@@ -360,6 +371,8 @@ func TestBase(t *testing.T) {
 	for host, want := range map[string]string{
 		"10.5.0.1": "http://10.5.0.1", "10.5.0.1:80": "http://10.5.0.1", "10.5.0.1:8080": "http://10.5.0.1:8080",
 		"evil.example": "http://10.0.0.1:8080", "": "http://10.0.0.1:8080", "10.0.0.1/x": "http://10.0.0.1:8080", "10.0.0.1:x": "http://10.0.0.1:8080",
+		"[fd00::1]": "http://[fd00::1]", "[fd00::1]:80": "http://[fd00::1]", "[fd00::1]:8080": "http://[fd00::1]:8080",
+		"[fe80::1%25eth0]": "http://10.0.0.1:8080", "[fe80::1%eth0]:80": "http://10.0.0.1:8080", "[::ffff:10.0.0.1]": "http://10.0.0.1:8080", "[10.0.0.1]": "http://10.0.0.1:8080",
 	} {
 		req := httptest.NewRequest("GET", "/", nil)
 		req.Host = host

@@ -1,6 +1,8 @@
 package httpboot
 
 import (
+	"cmp"
+	"container/list"
 	"context"
 	"errors"
 	"fmt"
@@ -10,19 +12,40 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
+	"os"
+	"runtime"
 	"sync"
+	"syscall"
 	"time"
+
+	"golang.org/x/sys/unix"
 )
 
 const (
-	maxConns     = 512
+	maxConns     = 1024
 	connsPerHost = 32
 	grace        = 2 * time.Second
 )
 
+// limits are how long a client may take.
+type limits struct {
+	request time.Duration // to say what it wants
+	idle    time.Duration // between requests
+	stall   time.Duration // to take a piece of an answer
+}
+
+var usual = limits{request: 10 * time.Second, idle: 2 * time.Minute, stall: time.Minute}
+
+// connKey finds the connection in a request's context.
+type connKey struct{}
+
 // Serve answers on ln until ctx ends. Requests that run then get two
 // seconds before they are broken off.
 func Serve(ctx context.Context, ln net.Listener, h http.Handler, logger *slog.Logger) error {
+	return serve(ctx, ln, h, logger, usual)
+}
+
+func serve(ctx context.Context, ln net.Listener, h http.Handler, logger *slog.Logger, l limits) error {
 	var running sync.WaitGroup // handlers; closing a server does not wait for them
 	defer running.Wait()
 	base, cancel := context.WithCancel(context.WithoutCancel(ctx))
@@ -31,18 +54,34 @@ func Serve(ctx context.Context, ln net.Listener, h http.Handler, logger *slog.Lo
 		Handler: http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 			running.Add(1)
 			defer running.Done()
+			if c, ok := r.Context().Value(connKey{}).(*cappedConn); ok {
+				defer c.begin()()
+			}
 			h.ServeHTTP(w, r)
 		}),
-		ReadHeaderTimeout: 10 * time.Second,
-		ReadTimeout:       10 * time.Second,
-		WriteTimeout:      stallTimeout,
-		IdleTimeout:       2 * time.Minute,
+		ReadHeaderTimeout: l.request,
+		ReadTimeout:       l.request,
+		IdleTimeout:       l.idle,
 		MaxHeaderBytes:    16 << 10,
 		BaseContext:       func(net.Listener) context.Context { return base },
+		ConnContext:       func(ctx context.Context, c net.Conn) context.Context { return context.WithValue(ctx, connKey{}, c) },
 		ErrorLog:          log.New(debugWriter{logger}, "", 0),
 	}
 	served := make(chan error, 1)
-	go func() { served <- srv.Serve(newCapped(ln, maxConns, connsPerHost)) }()
+	clients := newCapped(ln, maxConns, connsPerHost)
+	clients.ready = func(c *cappedConn) {
+		c.limits = l
+		c.again = func(in []byte) {
+			c.ahead, c.rests = append([]byte(nil), in...), len(in) == 0
+			one := &oneConn{Listener: ln, conn: c}
+			// It ends at once: the listener has no second one.
+			if err := srv.Serve(one); one.conn != nil {
+				_ = c.Close()
+				logger.Debug("HTTP connection is not taken back", "err", err)
+			}
+		}
+	}
+	go func() { served <- srv.Serve(clients) }()
 	select {
 	case err := <-served:
 		srv.Close()
@@ -69,73 +108,76 @@ func (d debugWriter) Write(p []byte) (int, error) {
 	return len(p), nil
 }
 
-// capped closes connections over its caps at once: waiting ones would hold the queue.
-type capped struct {
+// oneConn gives one connection, and none after it.
+type oneConn struct {
 	net.Listener
-	max, perHost int
-
-	mu    sync.Mutex
-	total int
-	hosts map[netip.Addr]int
+	conn net.Conn
 }
 
-func newCapped(ln net.Listener, limit, perHost int) *capped {
-	return &capped{Listener: ln, max: limit, perHost: perHost, hosts: make(map[netip.Addr]int)}
-}
-
-func (c *capped) Accept() (net.Conn, error) {
-	for {
-		conn, err := c.Listener.Accept()
-		if err != nil {
-			return nil, err
-		}
-		var host netip.Addr
-		if a, ok := conn.RemoteAddr().(*net.TCPAddr); ok {
-			host = a.AddrPort().Addr().Unmap()
-		}
-		if !c.take(host) {
-			conn.Close()
-			continue
-		}
-		return &cappedConn{Conn: conn, release: sync.OnceFunc(func() { c.give(host) })}, nil
+func (o *oneConn) Accept() (net.Conn, error) {
+	conn := o.conn
+	if o.conn = nil; conn == nil {
+		return nil, net.ErrClosed
 	}
+	return conn, nil
 }
 
-func (c *capped) take(host netip.Addr) bool {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	if c.total >= c.max || c.hosts[host] >= c.perHost {
-		return false
-	}
-	c.total++
-	c.hosts[host]++
-	return true
-}
+func (o *oneConn) Close() error { return nil }
 
-func (c *capped) give(host netip.Addr) {
-	c.mu.Lock()
-	defer c.mu.Unlock()
-	c.total--
-	if c.hosts[host]--; c.hosts[host] <= 0 {
-		delete(c.hosts, host)
-	}
-}
-
+// cappedConn ends an answer whose client takes too little.
 type cappedConn struct {
 	net.Conn
-	release func()
+	limits limits
+	again  func(in []byte) // has net/http read on, in first; nil: it cannot
+	rests  bool            // its next request has not begun
+	ahead  []byte          // read and given back
+	raw    syscall.RawConn
+
+	caps  *capped // nil: none
+	host  netip.Addr
+	runs  int           // requests that run; under caps' lock, as are the next
+	place *list.Element // among those that wait
+	given bool
+}
+
+// SetReadDeadline gives a connection that net/http takes for a new one the time
+// that it has between requests.
+func (c *cappedConn) SetReadDeadline(t time.Time) error {
+	if c.rests && !t.IsZero() {
+		c.rests, t = false, t.Add(c.limits.idle)
+	}
+	return c.Conn.SetReadDeadline(t)
+}
+
+func (c *cappedConn) Read(b []byte) (int, error) {
+	if len(c.ahead) > 0 {
+		n := copy(b, c.ahead)
+		c.ahead = c.ahead[n:]
+		return n, nil
+	}
+	return c.Conn.Read(b)
 }
 
 // piece is what must have been taken before the stall time-out.
 const piece = 1 << 20
 
+func (c *cappedConn) hurry() error { return c.SetWriteDeadline(time.Now().Add(c.limits.stall)) }
+
+func (c *cappedConn) Write(b []byte) (n int, err error) {
+	for {
+		if err := c.hurry(); err != nil {
+			return n, err
+		}
+		m, err := c.Conn.Write(b[n:min(len(b), n+piece)])
+		if n += m; err != nil || n == len(b) {
+			return n, err
+		}
+	}
+}
+
 // ReadFrom hands what r has to the connection, by the kernel where r is a file:
 // piece by piece, each with its own deadline.
 func (c *cappedConn) ReadFrom(r io.Reader) (n int64, err error) {
-	to, ok := c.Conn.(io.ReaderFrom)
-	if !ok {
-		return io.Copy(struct{ io.Writer }{c.Conn}, r)
-	}
 	// net/http bounds a response this way; the kernel's copy knows only a file in one
 	// such bound.
 	left := int64(1<<63 - 1)
@@ -143,8 +185,15 @@ func (c *cappedConn) ReadFrom(r io.Reader) (n int64, err error) {
 		r, left = l.R, l.N
 		defer func() { l.N -= n }()
 	}
+	if p, ok := r.(pieces); ok {
+		return c.readPieces(p, left)
+	}
+	to, ok := c.Conn.(io.ReaderFrom)
+	if !ok {
+		return io.Copy(struct{ io.Writer }{c}, io.LimitReader(r, left))
+	}
 	for left > 0 {
-		if err := c.SetWriteDeadline(time.Now().Add(stallTimeout)); err != nil {
+		if err := c.hurry(); err != nil {
 			return n, err
 		}
 		want := min(left, piece)
@@ -155,6 +204,72 @@ func (c *cappedConn) ReadFrom(r io.Reader) (n int64, err error) {
 		}
 	}
 	return n, nil
+}
+
+func (c *cappedConn) readPieces(p pieces, left int64) (n int64, err error) {
+	for n < left {
+		f, off, m, err := p.Next(left - n)
+		if errors.Is(err, io.EOF) {
+			return n, nil
+		}
+		if err != nil {
+			return n, err
+		}
+		if err := c.sendfile(f, off, m); err != nil {
+			return n, err
+		}
+		n += m
+	}
+	return n, nil
+}
+
+// sendfile has the kernel send n bytes of f, whose position it leaves alone.
+func (c *cappedConn) sendfile(f *os.File, off, n int64) error {
+	if c.raw == nil {
+		sc, ok := c.Conn.(syscall.Conn)
+		if !ok {
+			_, err := io.Copy(struct{ io.Writer }{c}, io.NewSectionReader(f, off, n))
+			return err
+		}
+		raw, err := sc.SyscallConn()
+		if err != nil {
+			return err
+		}
+		c.raw = raw
+	}
+	from := int(f.Fd())
+	defer runtime.KeepAlive(f)
+	for n > 0 {
+		if err := c.hurry(); err != nil {
+			return err
+		}
+		left := min(n, piece)
+		n -= left
+		var failed error
+		err := c.raw.Write(func(fd uintptr) (done bool) {
+			for left > 0 {
+				m, err := unix.Sendfile(int(fd), from, &off, int(left))
+				switch {
+				case err == unix.EINTR:
+				case err == unix.EAGAIN:
+					return false
+				case err != nil:
+					failed = os.NewSyscallError("sendfile", err)
+					return true
+				case m == 0:
+					failed = io.ErrUnexpectedEOF // the file is shorter than it was
+					return true
+				default:
+					left -= int64(m)
+				}
+			}
+			return true
+		})
+		if err := cmp.Or(err, failed); err != nil {
+			return err
+		}
+	}
+	return nil
 }
 
 func (c *cappedConn) Close() error {

@@ -419,19 +419,20 @@ func (d *Database) Withdraw(pool, mac string) {
 
 // Decline takes an address that its own machine found in use out of the pool
 // for a while. Where a pool's share of such is used up, the one that was
-// declined first comes back.
-func (d *Database) Decline(mac string, ip netip.Addr) {
+// declined first comes back. It reports whether the address was mac's to decline.
+func (d *Database) Decline(mac string, ip netip.Addr) bool {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.advance()
 	s := d.slots[ip]
 	if s == nil || s.pool == nil || s.mac != mac && s.holder != mac {
-		return
+		return false
 	}
 	if first := s.pool.bad.Front(); s.pool.bad.Len() >= s.pool.badShare() && first != nil {
 		d.acquit(first.Value.(*slot))
 	}
 	d.quarantine(s, "")
+	return true
 }
 
 // Conflict takes an address at which found was heard out of use for a while; an

@@ -462,7 +462,9 @@ func TestDeclineReleaseWithdraw(t *testing.T) {
 	cfg := Config{Path: path, Now: clock.Now, Pools: []Pool{lan(2)}}
 	d := opened(t, cfg)
 	at := mustOffer(t, d, mac(1))
-	d.Decline(mac(2), at) // not its own: no effect
+	if d.Decline(mac(2), at) {
+		t.Error("Decline of another machine's address = true, want false and no effect")
+	}
 	if got := mustOffer(t, d, mac(1)); got != at {
 		t.Errorf("a stranger's decline moved %s to %s", at, got)
 	}

@@ -3,6 +3,7 @@ package pxetest
 
 import (
 	"bytes"
+	"errors"
 	"fmt"
 	"net"
 	"net/netip"
@@ -215,4 +216,74 @@ func check(t testing.TB, err error) {
 	if err != nil {
 		t.Fatal(fmt.Errorf("network of the test: %w", err))
 	}
+}
+
+// AddAddress gives an interface of the process's namespace one more address, which
+// is there at once: nobody else can have it.
+func AddAddress(t testing.TB, iface string, address netip.Prefix) {
+	t.Helper()
+	link, err := netlink.LinkByName(iface)
+	check(t, err)
+	check(t, netlink.AddrAdd(link, &netlink.Addr{IPNet: ipNet(address), Flags: unix.IFA_F_NODAD}))
+}
+
+// WaitLinkLocal waits until an interface of the process's namespace may use its
+// link-local address: nobody else was found to have it.
+func WaitLinkLocal(t testing.TB, iface string) {
+	t.Helper()
+	check(t, waitLinkLocal(iface))
+}
+
+// WaitLinkLocal is the same for the host's interface.
+func (h *Host) WaitLinkLocal() {
+	h.t.Helper()
+	h.Do(func() error { return waitLinkLocal(h.Iface) })
+}
+
+func waitLinkLocal(iface string) error {
+	link, err := netlink.LinkByName(iface)
+	if err != nil {
+		return err
+	}
+	for range 600 {
+		addrs, err := netlink.AddrList(link, netlink.FAMILY_V6)
+		if err != nil {
+			return err
+		}
+		for _, a := range addrs {
+			if a.IP.IsLinkLocalUnicast() && a.Flags&unix.IFA_F_TENTATIVE == 0 {
+				return nil
+			}
+		}
+		time.Sleep(50 * time.Millisecond)
+	}
+	return fmt.Errorf("%s gets no link-local address", iface)
+}
+
+// AddAddress gives the host one more address, which is there at once.
+func (h *Host) AddAddress(address netip.Prefix) {
+	h.t.Helper()
+	h.Do(func() error {
+		link, err := netlink.LinkByName(h.Iface)
+		if err != nil {
+			return err
+		}
+		err = netlink.AddrAdd(link, &netlink.Addr{IPNet: ipNet(address), Flags: unix.IFA_F_NODAD})
+		if errors.Is(err, unix.EEXIST) {
+			return nil
+		}
+		return err
+	})
+}
+
+// DropAddress takes an address off the host.
+func (h *Host) DropAddress(address netip.Prefix) {
+	h.t.Helper()
+	h.Do(func() error {
+		link, err := netlink.LinkByName(h.Iface)
+		if err != nil {
+			return err
+		}
+		return netlink.AddrDel(link, &netlink.Addr{IPNet: ipNet(address)})
+	})
 }

@@ -482,8 +482,9 @@ type Machine struct {
 	Protected bool `protobuf:"varint,9,opt,name=protected,proto3" json:"protected,omitempty"`
 	// The IPv4 address that is reserved for it; empty: one of the pool.
 	Address string `protobuf:"bytes,10,opt,name=address,proto3" json:"address,omitempty"`
-	// The iPXE that UEFI firmware gets: "" or "snponly" for the one that uses the
-	// firmware's network driver, "ipxe" for the one with drivers of its own.
+	// What UEFI firmware of x86-64 gets first: "" or "snponly" for the iPXE that uses the
+	// firmware's network driver, "ipxe" for the one with drivers of its own, "shim"
+	// for Debian's signed shim and GRUB, which Secure Boot starts.
 	Loader string `protobuf:"bytes,11,opt,name=loader,proto3" json:"loader,omitempty"`
 	// How often it may boot in this window before it is left to its disk; 0: the
 	// box's own bound.
@@ -491,7 +492,10 @@ type Machine struct {
 	Iso      *Iso    `protobuf:"bytes,13,opt,name=iso,proto3" json:"iso,omitempty"`
 	Kernel   *Kernel `protobuf:"bytes,14,opt,name=kernel,proto3" json:"kernel,omitempty"`
 	// An encoded SignedAssignment, handed on to the ramdisk.
-	Assignment    []byte `protobuf:"bytes,15,opt,name=assignment,proto3" json:"assignment,omitempty"`
+	Assignment []byte `protobuf:"bytes,15,opt,name=assignment,proto3" json:"assignment,omitempty"`
+	// Its memory as it was last inspected, in bytes; 0: not known. A disc image goes
+	// into memory only where it is known to fit.
+	RamBytes      uint64 `protobuf:"varint,16,opt,name=ram_bytes,json=ramBytes,proto3" json:"ram_bytes,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
@@ -629,6 +633,13 @@ func (x *Machine) GetAssignment() []byte {
 		return x.Assignment
 	}
 	return nil
+}
+
+func (x *Machine) GetRamBytes() uint64 {
+	if x != nil {
+		return x.RamBytes
+	}
+	return 0
 }
 
 // Assignment is what one machine's ramdisk is there for. The gateway signs it with
@@ -1160,6 +1171,97 @@ func (x *AssignResult) GetVersion() uint64 {
 	return 0
 }
 
+// FetchRequest is an artifact.fetch command: the box has these in its cache when it
+// answers, before machines boot from them.
+type FetchRequest struct {
+	state protoimpl.MessageState `protogen:"open.v1"`
+	// Hex SHA-256.
+	Sha256        []string `protobuf:"bytes,1,rep,name=sha256,proto3" json:"sha256,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *FetchRequest) Reset() {
+	*x = FetchRequest{}
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[14]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *FetchRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*FetchRequest) ProtoMessage() {}
+
+func (x *FetchRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[14]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use FetchRequest.ProtoReflect.Descriptor instead.
+func (*FetchRequest) Descriptor() ([]byte, []int) {
+	return file_pxe_pxev1_pxe_proto_rawDescGZIP(), []int{14}
+}
+
+func (x *FetchRequest) GetSha256() []string {
+	if x != nil {
+		return x.Sha256
+	}
+	return nil
+}
+
+type FetchResult struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Bytes         uint64                 `protobuf:"varint,1,opt,name=bytes,proto3" json:"bytes,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *FetchResult) Reset() {
+	*x = FetchResult{}
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[15]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *FetchResult) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*FetchResult) ProtoMessage() {}
+
+func (x *FetchResult) ProtoReflect() protoreflect.Message {
+	mi := &file_pxe_pxev1_pxe_proto_msgTypes[15]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use FetchResult.ProtoReflect.Descriptor instead.
+func (*FetchResult) Descriptor() ([]byte, []int) {
+	return file_pxe_pxev1_pxe_proto_rawDescGZIP(), []int{15}
+}
+
+func (x *FetchResult) GetBytes() uint64 {
+	if x != nil {
+		return x.Bytes
+	}
+	return 0
+}
+
 var File_pxe_pxev1_pxe_proto protoreflect.FileDescriptor
 
 const file_pxe_pxev1_pxe_proto_rawDesc = "" +
@@ -1185,7 +1287,7 @@ const file_pxe_pxev1_pxe_proto_rawDesc = "" +
 	"\bexpected\x18\x04 \x03(\v2\x1e.bettercompute.pxe.v1.ExpectedR\bexpected\"?\n" +
 	"\bExpected\x12\x10\n" +
 	"\x03mac\x18\x01 \x01(\tR\x03mac\x12!\n" +
-	"\fproduct_uuid\x18\x02 \x01(\tR\vproductUuid\"\xf3\x03\n" +
+	"\fproduct_uuid\x18\x02 \x01(\tR\vproductUuid\"\x90\x04\n" +
 	"\aMachine\x12\x1d\n" +
 	"\n" +
 	"machine_id\x18\x01 \x01(\tR\tmachineId\x12\x12\n" +
@@ -1205,7 +1307,8 @@ const file_pxe_pxev1_pxe_proto_rawDesc = "" +
 	"\x06kernel\x18\x0e \x01(\v2\x1c.bettercompute.pxe.v1.KernelR\x06kernel\x12\x1e\n" +
 	"\n" +
 	"assignment\x18\x0f \x01(\fR\n" +
-	"assignment\"\x8a\x01\n" +
+	"assignment\x12\x1b\n" +
+	"\tram_bytes\x18\x10 \x01(\x04R\bramBytes\"\x8a\x01\n" +
 	"\n" +
 	"Assignment\x12\x1d\n" +
 	"\n" +
@@ -1244,7 +1347,11 @@ const file_pxe_pxev1_pxe_proto_rawDesc = "" +
 	"\x06client\x18\x03 \x01(\tR\x06client\x12\x16\n" +
 	"\x06detail\x18\x04 \x01(\tR\x06detail\"(\n" +
 	"\fAssignResult\x12\x18\n" +
-	"\aversion\x18\x01 \x01(\x04R\aversion*~\n" +
+	"\aversion\x18\x01 \x01(\x04R\aversion\"&\n" +
+	"\fFetchRequest\x12\x16\n" +
+	"\x06sha256\x18\x01 \x03(\tR\x06sha256\"#\n" +
+	"\vFetchResult\x12\x14\n" +
+	"\x05bytes\x18\x01 \x01(\x04R\x05bytes*~\n" +
 	"\x06Action\x12\x16\n" +
 	"\x12ACTION_UNSPECIFIED\x10\x00\x12\x15\n" +
 	"\x11ACTION_LOCAL_DISK\x10\x01\x12\x12\n" +
@@ -1273,7 +1380,7 @@ func file_pxe_pxev1_pxe_proto_rawDescGZIP() []byte {
 }
 
 var file_pxe_pxev1_pxe_proto_enumTypes = make([]protoimpl.EnumInfo, 2)
-var file_pxe_pxev1_pxe_proto_msgTypes = make([]protoimpl.MessageInfo, 14)
+var file_pxe_pxev1_pxe_proto_msgTypes = make([]protoimpl.MessageInfo, 16)
 var file_pxe_pxev1_pxe_proto_goTypes = []any{
 	(Action)(0),              // 0: bettercompute.pxe.v1.Action
 	(IsoClass)(0),            // 1: bettercompute.pxe.v1.IsoClass
@@ -1291,6 +1398,8 @@ var file_pxe_pxev1_pxe_proto_goTypes = []any{
 	(*Attempt)(nil),          // 13: bettercompute.pxe.v1.Attempt
 	(*Step)(nil),             // 14: bettercompute.pxe.v1.Step
 	(*AssignResult)(nil),     // 15: bettercompute.pxe.v1.AssignResult
+	(*FetchRequest)(nil),     // 16: bettercompute.pxe.v1.FetchRequest
+	(*FetchResult)(nil),      // 17: bettercompute.pxe.v1.FetchResult
 }
 var file_pxe_pxev1_pxe_proto_depIdxs = []int32{
 	1,  // 0: bettercompute.pxe.v1.Iso.class:type_name -> bettercompute.pxe.v1.IsoClass
@@ -1321,7 +1430,7 @@ func file_pxe_pxev1_pxe_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_pxe_pxev1_pxe_proto_rawDesc), len(file_pxe_pxev1_pxe_proto_rawDesc)),
 			NumEnums:      2,
-			NumMessages:   14,
+			NumMessages:   16,
 			NumExtensions: 0,
 			NumServices:   0,
 		},

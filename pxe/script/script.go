@@ -42,6 +42,8 @@ type UKI struct {
 type Sanboot struct {
 	Around
 	Image string
+	// Told is shown before: what is known of the image. It may be anything.
+	Told string
 }
 
 // maxCmdline is below the 2048 bytes that x86 kernels take.
@@ -81,13 +83,37 @@ func (u UKI) Script() (string, error) {
 	return u.render(fmt.Sprintf("kernel %s || goto failed\nboot || goto failed\n", u.Image))
 }
 
+// maxTold keeps what is shown on a few lines of a screen.
+const maxTold = 400
+
 // Script renders the boot. Nothing describes the drive to the system: no table
-// that it could read knows one over HTTP.
+// that it could read knows one over HTTP. Hooking and booting are apart: what
+// cannot be fetched is asked for again, and an image that ended, or that nothing
+// on this machine starts, is left for the firmware's next boot entry. The disc is
+// the first drive whatever another DHCP server says of it; iPXE puts the machine's
+// own behind its others for as long.
 func (s Sanboot) Script() (string, error) {
 	if err := check("", s.Image); err != nil {
 		return "", err
 	}
-	return s.render(fmt.Sprintf("sanboot --no-describe %s || goto failed\n", s.Image))
+	told := shown(s.Told)
+	return s.render(told[:min(len(told), maxTold)] + fmt.Sprintf(`
+sanhook --no-describe --drive 0x80 %s || goto failed
+sanboot --no-describe --drive 0x80 ||
+echo The disc image has ended, or cannot start here
+sanunhook --drive 0x80 ||
+goto leave
+`, s.Image))
+}
+
+// shown is a line that shows a text, without what iPXE would take as its own.
+func shown(text string) string {
+	return "echo " + strings.Map(func(r rune) rune {
+		if r < ' ' || r > '~' || strings.ContainsRune("\"'\\#$&|", r) {
+			return ' '
+		}
+		return r
+	}, text)
 }
 
 // render puts the retry around what is booted. The wait doubles and outlives the
@@ -99,7 +125,11 @@ func (s Around) render(boot string) (string, error) {
 	}
 	syslog := ""
 	if s.Syslog.IsValid() {
-		syslog = "set syslog " + s.Syslog.String() + " ||\n"
+		name := "syslog"
+		if s.Syslog.Is6() {
+			name = "syslog6"
+		}
+		syslog = "set " + name + " " + s.Syslog.String() + " ||\n"
 	}
 	again := func(port string) string { return s.AgainBefore + "${" + port + "/mac:hexhyp}" + s.AgainAfter }
 	return `#!ipxe

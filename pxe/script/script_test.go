@@ -48,7 +48,9 @@ func TestScripts(t *testing.T) {
 			"initrd --name initrd.img " + base + "t/initrd || goto failed\nboot || goto failed\n"},
 		"kernel alone": {Kernel{around(), base + "t/kernel", "", "quiet"}, "kernel " + base + "t/kernel quiet || goto failed\nboot || goto failed\n"},
 		"uki":          {UKI{around(), base + "t/boot.efi"}, "kernel " + base + "t/boot.efi || goto failed\nboot || goto failed\n"},
-		"sanboot":      {Sanboot{around(), base + "t/a.iso"}, "sanboot --no-describe " + base + "t/a.iso || goto failed\n"},
+		"sanboot": {Sanboot{around(), base + "t/a.iso", "rescue; 'x' || ${y}\n#" + strings.Repeat("z", 500)}, "echo rescue;  x      {y}  " + strings.Repeat("z", maxTold-len("echo rescue;  x      {y}  ")) +
+			"\nsanhook --no-describe --drive 0x80 " + base + "t/a.iso || goto failed\nsanboot --no-describe --drive 0x80 ||\n" +
+			"echo The disc image has ended, or cannot start here\nsanunhook --drive 0x80 ||\ngoto leave\n"},
 	} {
 		if got, err := tt.in.Script(); err != nil || got != head+tt.want+tail {
 			t.Errorf("%s: Script() = %q, %v, want %q", name, got, err, head+tt.want+tail)
@@ -80,7 +82,7 @@ func TestScriptRefuses(t *testing.T) {
 	}
 	for name, s := range map[string]interface{ Script() (string, error) }{
 		"kernel": Kernel{around(), base + "a b", "", ""}, "initrd": Kernel{around(), base, base + "\n", ""}, "command line": Kernel{around(), base, "", "a|b"},
-		"uki": UKI{around(), "file"}, "iso": Sanboot{around(), "http://h/${x}"},
+		"uki": UKI{around(), "file"}, "iso": Sanboot{around(), "http://h/${x}", ""},
 	} {
 		if got, err := s.Script(); err == nil {
 			t.Errorf("Script(%s) = %q, want an error", name, got)
@@ -101,20 +103,38 @@ func TestLocalDisk(t *testing.T) {
 // no command to a script.
 func FuzzScript(f *testing.F) {
 	f.Add("http://10.0.0.1/k", "quiet", "http://10.0.0.1/i.iso")
+	f.Add("http://10.0.0.1/boot/", "a=b initrd=x", "/script.ipxe")
+	f.Add("http://10.0.0.1/k", "quiet", "http://h/i\ngoto x")
 	f.Add("http://10.0.0.1/k\nshell", "${x}", "http://h/i.iso || shell")
 	lines := strings.Count(head+tail, "\n")
 	dollars, ors := strings.Count(head+tail, "$"), strings.Count(head+tail, "||")
 	f.Fuzz(func(t *testing.T, u, cmdline, image string) {
 		r := sample()
 		r.Kernel, r.Cmdline = u, cmdline
-		for want, s := range map[int]interface{ Script() (string, error) }{4: r, 2: UKI{around(), image}, 1: Sanboot{around(), image}} {
-			got, err := s.Script()
+		own := around()
+		own.AgainBefore, own.AgainAfter = u, image
+		for _, tt := range []struct {
+			in         interface{ Script() (string, error) }
+			lines, ors int
+		}{
+			{r, 4, 4}, {UKI{around(), image}, 2, 2}, {Sanboot{around(), image, cmdline}, 6, 3},
+			{Kernel{around(), u, image, cmdline}, ownKernel(image), ownKernel(image)}, {UKI{own, "http://h/u"}, 2, 2},
+		} {
+			got, err := tt.in.Script()
 			if err != nil {
 				continue
 			}
-			if n := strings.Count(got, "\n") - lines; n != want || strings.Count(got, "$") != dollars || strings.Count(got, "||") != ors+want {
+			if n := strings.Count(got, "\n") - lines; n != tt.lines || strings.Count(got, "$") != dollars || strings.Count(got, "||") != ors+tt.ors {
 				t.Errorf("Script(%q, %q, %q) has %d lines of its own: %q", u, cmdline, image, n, got)
 			}
 		}
 	})
+}
+
+// ownKernel is how many lines of its own the script of a kernel has.
+func ownKernel(initrd string) int {
+	if initrd == "" {
+		return 2
+	}
+	return 3
 }

@@ -10,6 +10,8 @@ import (
 	"strings"
 	"sync"
 	"time"
+
+	"github.com/better-compute/site-appliance/pxe/limit"
 )
 
 // Opcodes and error codes of RFC 1350.
@@ -136,6 +138,10 @@ type gate struct {
 	*net.UDPConn
 	max, perClient int
 	now            func() time.Time
+	limiter        *limit.Limiter
+	// refused answers a request for what its sender may not have, and says so: that
+	// costs no transfer's socket. It may be nil.
+	refused func(from netip.AddrPort, name string) bool
 	// own starts a transfer of our own sender.
 	own func(ctx context.Context, r request, s *slot, from netip.AddrPort)
 
@@ -158,8 +164,8 @@ type slot struct {
 	drop     context.CancelFunc
 }
 
-func newGate(conn *net.UDPConn, limit, perClient int, now func() time.Time) *gate {
-	return &gate{UDPConn: conn, max: limit, perClient: perClient, now: now,
+func newGate(conn *net.UDPConn, most, perClient int, now func() time.Time) *gate {
+	return &gate{UDPConn: conn, max: most, perClient: perClient, now: now, limiter: limit.New(),
 		active: make(map[netip.AddrPort]*slot), passing: make(map[netip.AddrPort]*slot), drained: make(chan struct{})}
 }
 
@@ -182,6 +188,9 @@ func (g *gate) ReadFrom(b []byte) (int, net.Addr, error) {
 			continue
 		}
 		from = netip.AddrPortFrom(from.Addr().Unmap(), from.Port())
+		if !g.limiter.Allow(countsFor(from), g.now()) {
+			continue // a flood must not fill the kernel's queue
+		}
 		r, err := parse(buf[:n])
 		if err != nil {
 			code := byte(codeIllegal)
@@ -194,14 +203,17 @@ func (g *gate) ReadFrom(b []byte) (int, net.Addr, error) {
 			}
 			continue
 		}
-		ctx, cancel := context.WithCancel(context.Background())
-		slot, repeat := g.admit(from, r.plain(), cancel)
-		if repeat {
-			cancel()
+		if g.refused != nil && g.refused(from, r.name) {
+			continue
+		}
+		ctx, cancel := context.WithCancelCause(context.Background())
+		slot, silent := g.admit(from, r.plain() && g.answers(from), func() { cancel(errDropped) })
+		if silent {
+			cancel(nil)
 			continue
 		}
 		if slot == nil {
-			cancel()
+			cancel(nil)
 			_, _ = g.WriteToUDPAddrPort(errorPacket(codeUndefined, "too many transfers, try again"), from)
 			continue
 		}
@@ -213,6 +225,27 @@ func (g *gate) ReadFrom(b []byte) (int, net.Addr, error) {
 	}
 }
 
+// answers says that what the library sends to a client leaves from the address
+// that the client asked: it lets the kernel choose one by its routes, which lead
+// elsewhere where two networks share addresses or the client is behind a relay.
+func (g *gate) answers(to netip.AddrPort) bool {
+	c, err := net.DialUDP("udp", nil, net.UDPAddrFromAddrPort(to))
+	if err != nil {
+		return false
+	}
+	defer c.Close()
+	return c.LocalAddr().(*net.UDPAddr).AddrPort().Addr().Unmap() == g.LocalAddr().(*net.UDPAddr).AddrPort().Addr().Unmap()
+}
+
+// countsFor is whom a packet counts for: an eighth of an address, by its ports, so
+// that a GRUB that fetches its many modules is not held up.
+func countsFor(from netip.AddrPort) [6]byte {
+	a := from.Addr().As16()
+	k := [6]byte(a[10:])
+	k[0] = byte(from.Port() % 8)
+	return k
+}
+
 // Close ends the socket and waits until the reader passes nothing more on.
 func (g *gate) Close() error {
 	err := g.UDPConn.Close()
@@ -220,10 +253,14 @@ func (g *gate) Close() error {
 	return err
 }
 
-// admit gives a request its slot; nil: refused. At a cap, the oldest transfer
-// that nobody has answered makes room: requests with a forged source get no
-// answer, so they keep out nobody who does.
-func (g *gate) admit(from netip.AddrPort, plain bool, drop context.CancelFunc) (s *slot, repeat bool) {
+// errDropped ends a transfer that nobody has answered, for another's sake.
+var errDropped = errors.New("another client needed its place")
+
+// admit gives a request its slot; nil: refused, or silent, where it is a repeat or
+// there is no place: firmware asks again for half a minute, and gives up on an
+// error. At a cap, the oldest transfer that nobody has answered makes room:
+// requests with a forged source get no answer, so they keep out nobody who does.
+func (g *gate) admit(from netip.AddrPort, plain bool, drop context.CancelFunc) (s *slot, silent bool) {
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	now := g.now()
@@ -257,7 +294,7 @@ func (g *gate) admit(from netip.AddrPort, plain bool, drop context.CancelFunc) (
 		g.remove(oldestSame, g.active[oldestSame])
 	} else if len(g.active) >= g.max {
 		if !oldest.IsValid() {
-			return nil, false
+			return nil, true
 		}
 		g.remove(oldest, g.active[oldest])
 	}
@@ -270,6 +307,13 @@ func (g *gate) admit(from netip.AddrPort, plain bool, drop context.CancelFunc) (
 	}
 	g.active[from] = s
 	return s, false
+}
+
+// windowBytes is what one more transfer may keep for sending again.
+func (g *gate) windowBytes() int {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	return maxWindowBytes * fullWindows / max(len(g.active), fullWindows)
 }
 
 // remove forgets a transfer and ends it; the caller holds mu.

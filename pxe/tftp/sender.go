@@ -9,10 +9,12 @@ import (
 	"io"
 	"net"
 	"net/netip"
+	"slices"
 	"strconv"
 	"time"
 
 	"golang.org/x/net/ipv4"
+	"golang.org/x/sys/unix"
 
 	"github.com/better-compute/site-appliance/appliance/base/bound"
 	"github.com/better-compute/site-appliance/pxe/files"
@@ -27,7 +29,7 @@ type agreement struct {
 
 // agree takes the options that are in their RFC's range, none above what the
 // MTU and the server's bounds allow.
-func agree(r request, mtu int, size int64, timeout time.Duration) agreement {
+func agree(r request, mtu, windowBytes int, size int64, timeout time.Duration) agreement {
 	a := agreement{blksize: 512, window: 1, timeout: timeout}
 	oack := []byte{0, opOptions}
 	take := func(name string, value int64) {
@@ -46,7 +48,7 @@ func agree(r request, mtu int, size int64, timeout time.Duration) agreement {
 		take("timeout", n)
 	}
 	if n, ok := within(r.windowsize, 1, 65535); ok {
-		a.window = int(min(n, maxWindow, int64(max(maxWindowBytes/a.blksize, 1))))
+		a.window = int(min(n, maxWindow, int64(max(windowBytes/a.blksize, 1))))
 		take("windowsize", int64(a.window))
 	}
 	if len(oack) > 2 {
@@ -65,12 +67,15 @@ type sender struct {
 	conn   *net.UDPConn
 	client netip.AddrPort
 	agreement
-	w     window
-	src   io.Reader
-	read  int64    // blocks read from src
-	ring  [][]byte // the window's packets, by block number
-	batch *ipv4.PacketConn
-	out   []ipv4.Message
+	w       window
+	file    io.Reader
+	src     io.Reader // file, buffered; nil: nothing was sent yet
+	size    int64     // bytes in file
+	read    int64     // blocks read from it
+	ring    []byte    // the window's packets, one after the other
+	segment []byte    // the control message of a run of packets; nil: the kernel splits none
+	batch   *ipv4.PacketConn
+	out     []ipv4.Message
 }
 
 // errPeer is the client's own ERROR.
@@ -97,14 +102,18 @@ func (s *Server) sendFile(ctx context.Context, r request, slot *slot, from netip
 		return
 	}
 	defer f.Close()
-	t := newSender(conn, from, f, agree(r, s.mtu, f.Size(), s.retransmit))
-	err = t.run(ctx, func() { s.gate.established(slot) })
+	t := newSender(conn, from, f, agree(r, s.mtu, s.gate.windowBytes(), f.Size(), s.retransmit))
+	err = t.serve(ctx, func() { s.gate.established(slot) })
 	end := Transfer{Client: from.Addr(), Name: r.name, Bytes: min(max(t.w.acked, 0)*int64(t.blksize), f.Size()), Outcome: Done}
 	var peer errPeer
 	switch {
 	case err == nil:
 	case errors.As(err, &peer) && t.w.acked <= 0:
 		end.Outcome = Probed
+	case errors.Is(context.Cause(ctx), errDropped):
+		// Who asked may be somebody who is slow: he asks again, unless he is told an error.
+		s.cfg.Log.Debug("TFTP transfer dropped", "client", from.String(), "file", r.name, "err", errDropped)
+		return
 	default:
 		end.Outcome, end.Err = Failed, err
 		if !errors.As(err, &peer) {
@@ -119,20 +128,41 @@ func (s *Server) sendFile(ctx context.Context, r request, slot *slot, from netip
 }
 
 func newSender(conn *net.UDPConn, client netip.AddrPort, f files.File, a agreement) *sender {
-	s := &sender{conn: conn, client: client, agreement: a, src: bufio.NewReaderSize(f, 64<<10), batch: ipv4.NewPacketConn(conn),
-		w:    newWindow(f.Size()/int64(a.blksize)+1, a.window, a.oack != nil, a.timeout),
-		ring: make([][]byte, a.window), out: make([]ipv4.Message, a.window)}
-	to := net.UDPAddrFromAddrPort(client)
-	buf := make([]byte, a.window*(a.blksize+4))
-	for i := range s.ring {
-		s.ring[i] = buf[i*(a.blksize+4):][: 0 : a.blksize+4]
-		s.out[i] = ipv4.Message{Addr: to, Buffers: make([][]byte, 1)}
-	}
-	return s
+	return &sender{conn: conn, client: client, agreement: a, file: f, size: f.Size(), segment: segmentOf(a.blksize + 4),
+		w: newWindow(f.Size()/int64(a.blksize)+1, a.window, a.oack != nil, a.timeout)}
 }
 
-// run sends until all is acknowledged. established is told of the first answer.
-func (s *sender) run(ctx context.Context, established func()) error {
+// begin makes the buffers: who asks from a forged address never has them made.
+func (s *sender) begin() {
+	s.src = bufio.NewReaderSize(s.file, readAhead)
+	s.ring = make([]byte, s.window*(s.blksize+4))
+	s.batch, s.out = ipv4.NewPacketConn(s.conn), make([]ipv4.Message, s.window)
+	to := net.UDPAddrFromAddrPort(s.client)
+	for i := range s.out {
+		s.out[i] = ipv4.Message{Addr: to, Buffers: make([][]byte, 1)}
+	}
+}
+
+const (
+	readAhead   = 16 << 10
+	maxSegments = 64    // in one call, of the older kernels
+	maxRun      = 65000 // bytes in one call
+)
+
+// segmentOf is the control message by which the kernel splits what is sent into
+// datagrams of n bytes, the last shorter (UDP_SEGMENT, Linux 4.18).
+func segmentOf(n int) []byte {
+	h := unix.Cmsghdr{Level: unix.SOL_UDP, Type: unix.UDP_SEGMENT}
+	h.SetLen(unix.CmsgLen(2))
+	b, err := binary.Append(make([]byte, 0, unix.CmsgSpace(2)), binary.NativeEndian, h)
+	if err != nil {
+		return nil
+	}
+	return binary.NativeEndian.AppendUint16(b, uint16(n))[:cap(b)]
+}
+
+// serve sends until all is acknowledged. established is told of the first answer.
+func (s *sender) serve(ctx context.Context, established func()) error {
 	began := time.Now()
 	buf := make([]byte, 1024)
 	answered := false
@@ -181,47 +211,83 @@ func (s *sender) run(ctx context.Context, established func()) error {
 	return nil
 }
 
-// write sends the blocks in one call where there are several.
+// write sends the blocks in as few calls as there can be.
 func (s *sender) write(from, to int64) error {
 	if from == 0 {
 		_, _ = s.conn.WriteToUDPAddrPort(s.oack, s.client)
 		return nil
 	}
-	for i := from; i < to; i++ {
-		p, err := s.block(i)
-		if err != nil {
-			return err
+	if err := s.fill(to - 1); err != nil {
+		return err
+	}
+	for s.segment != nil && to-from > 1 {
+		run, n := s.run(from, to)
+		if n == 1 {
+			_, _ = s.conn.WriteToUDPAddrPort(run, s.client)
+			from++
+			continue
 		}
-		s.out[i-from].Buffers[0] = p
+		_, _, err := s.conn.WriteMsgUDPAddrPort(run, s.segment, s.client)
+		switch {
+		case err == nil:
+			from += n
+		case unsplit(err):
+			s.segment = nil
+		default:
+			return nil // a full queue or a link that is down is a loss
+		}
 	}
 	if to-from == 1 {
-		_, _ = s.conn.WriteToUDPAddrPort(s.out[0].Buffers[0], s.client)
+		_, _ = s.conn.WriteToUDPAddrPort(s.packet(from), s.client)
 		return nil
+	}
+	for i := from; i < to; i++ {
+		s.out[i-from].Buffers[0] = s.packet(i)
 	}
 	for left := s.out[:to-from]; len(left) > 0; {
 		n, err := s.batch.WriteBatch(left, 0)
 		if err != nil || n < 1 {
-			return nil // a full queue or a link that is down is a loss
+			return nil
 		}
 		left = left[n:]
 	}
 	return nil
 }
 
-// block is the packet of block i, which is in the window or follows what was read.
-func (s *sender) block(i int64) ([]byte, error) {
-	at := i % int64(len(s.ring))
+// unsplit says that the kernel, the route or its device splits no packets.
+func unsplit(err error) bool {
+	return slices.ContainsFunc([]error{unix.EIO, unix.EINVAL, unix.EMSGSIZE, unix.EOPNOTSUPP, unix.ENOPROTOOPT},
+		func(code error) bool { return errors.Is(err, code) })
+}
+
+// at is where the packet of block i is in the ring.
+func (s *sender) at(i int64) int64 { return (i - 1) % int64(s.window) * int64(s.blksize+4) }
+
+// packet is the packet of block i, which is in the ring.
+func (s *sender) packet(i int64) []byte {
+	return s.ring[s.at(i):][:4+min(int64(s.blksize), s.size-(i-1)*int64(s.blksize))]
+}
+
+// run is the packets from from on that go in one call, and how many they are.
+func (s *sender) run(from, to int64) ([]byte, int64) {
+	stride := int64(s.blksize + 4)
+	n := min(to-from, maxSegments, max(maxRun/stride, 1), (int64(len(s.ring))-s.at(from))/stride)
+	return s.ring[s.at(from):][:(n-1)*stride+int64(len(s.packet(from+n-1)))], n
+}
+
+// fill reads up to block i, which is in the window or follows what was read.
+func (s *sender) fill(i int64) error {
+	if s.src == nil {
+		s.begin()
+	}
 	for ; s.read < i; s.read++ {
-		slot := (s.read + 1) % int64(len(s.ring))
-		p := s.ring[slot][:s.blksize+4]
-		n, err := io.ReadFull(s.src, p[4:])
-		if err != nil && err != io.EOF && err != io.ErrUnexpectedEOF || n < s.blksize && s.read+1 != s.w.last {
-			return nil, fmt.Errorf("read the file: %w", err)
+		p := s.packet(s.read + 1)
+		if _, err := io.ReadFull(s.src, p[4:]); err != nil {
+			return fmt.Errorf("read the file: %w", err)
 		}
 		binary.BigEndian.PutUint16(p, opData)
 		// The number wraps to 0.
 		binary.BigEndian.PutUint16(p[2:], uint16(s.read+1))
-		s.ring[slot] = p[:4+n]
 	}
-	return s.ring[at], nil
+	return nil
 }

@@ -33,7 +33,7 @@ func TestAgree(t *testing.T) {
 		{"a huge window", request{windowsize: "65535"}, 1500, packetOf(6, "windowsize", "64")},
 		{"a window of jumbo frames is bounded in bytes", request{blksize: "8968", windowsize: "64"}, 9000, packetOf(6, "blksize", "8968", "windowsize", "14")},
 	} {
-		if got := agree(tt.r, tt.mtu, 77, time.Second); !bytes.Equal(got.oack, tt.want) {
+		if got := agree(tt.r, tt.mtu, maxWindowBytes, 77, time.Second); !bytes.Equal(got.oack, tt.want) {
 			t.Errorf("agree(%s) = %q, want %q", tt.name, got.oack, tt.want)
 		}
 	}

@@ -18,18 +18,23 @@ import (
 
 	"github.com/better-compute/site-appliance/appliance/base/bound"
 	"github.com/better-compute/site-appliance/pxe/files"
+	"github.com/better-compute/site-appliance/pxe/limit"
 )
 
 // Port is TFTP's.
 const Port = 69
 
 const (
-	defaultTransfers = 128
+	defaultTransfers = 1024
 	defaultPerClient = 8
 	retransmit       = time.Second
 	retries          = 6
-	// overhead of IPv4, UDP and TFTP in a packet of the interface's MTU.
+	// perMinute is how many refusals of one client are logged.
+	perMinute = 1
+	// overhead of IPv4, UDP and TFTP in a packet of the interface's MTU. IPv6's
+	// header is longer.
 	overhead = 20 + 8 + 4
+	longer6  = 20
 )
 
 // Outcome is how a transfer ended.
@@ -60,7 +65,7 @@ type Config struct {
 	// Ended is told of each transfer that Open allowed; it must not block.
 	Ended func(Transfer)
 	Log   *slog.Logger
-	// MaxTransfers and MaxPerClient cap what runs at once; 0: 128 and 8.
+	// MaxTransfers and MaxPerClient cap what runs at once; 0: 1024 and 8.
 	MaxTransfers, MaxPerClient int
 }
 
@@ -71,6 +76,7 @@ type Server struct {
 	mtu        int
 	retransmit time.Duration
 	own        sync.WaitGroup
+	refusals   limit.Minute // that are logged
 }
 
 // Listen opens the socket.
@@ -89,7 +95,11 @@ func Listen(ctx context.Context, cfg Config) (*Server, error) {
 	if err != nil {
 		return nil, fmt.Errorf("tftp: %w", err)
 	}
-	return &Server{cfg: cfg, gate: newGate(conn, cfg.MaxTransfers, cfg.MaxPerClient, time.Now), mtu: iface.MTU, retransmit: retransmit}, nil
+	s := &Server{cfg: cfg, gate: newGate(conn, cfg.MaxTransfers, cfg.MaxPerClient, time.Now), refusals: limit.Minute{Most: perMinute}, mtu: iface.MTU, retransmit: retransmit}
+	if cfg.Address.Is6() {
+		s.mtu -= longer6
+	}
+	return s, nil
 }
 
 // Close releases the socket of a server that does not serve.
@@ -114,6 +124,21 @@ func (s *Server) Serve(ctx context.Context) error {
 			defer stop()
 			s.sendFile(transfer, r, slot, from)
 		})
+	}
+	// Not from port 69: EDK2 hears nothing that comes from there.
+	refusals, err := bound.ListenPacket(ctx, s.cfg.Interface, netip.AddrPortFrom(s.cfg.Address, 0))
+	if err != nil {
+		return fmt.Errorf("tftp: %w", err)
+	}
+	defer refusals.Close()
+	s.gate.refused = func(from netip.AddrPort, name string) bool {
+		f, err := s.open(from.Addr(), name)
+		if err != nil {
+			_, _ = refusals.WriteToUDPAddrPort(errorPacket(codeNotFound, errNotFound.Error()), from)
+			return true
+		}
+		_ = f.Close() // it was only looked at
+		return false
 	}
 	defer s.own.Wait()
 	served := make(chan error, 1)
@@ -151,7 +176,7 @@ func (s *Server) read(ctx context.Context, name string, to io.ReaderFrom) error 
 	}
 	defer f.Close()
 	out.SetSize(f.Size())
-	src := &source{ctx: ctx, r: bufio.NewReaderSize(f, 64<<10), second: func() { s.gate.established(slot) }}
+	src := &source{ctx: ctx, r: bufio.NewReaderSize(f, readAhead), second: func() { s.gate.established(slot) }}
 	n, err := to.ReadFrom(src)
 	t := Transfer{Client: from.Addr(), Name: name, Bytes: n, Outcome: Done, Err: err}
 	switch {
@@ -172,10 +197,14 @@ func (s *Server) read(ctx context.Context, name string, to io.ReaderFrom) error 
 
 func (s *Server) open(client netip.Addr, name string) (files.File, error) {
 	f, err := s.cfg.Open(client, name)
-	if err != nil {
-		s.cfg.Log.Info("TFTP request refused", "client", client.String(), "file", name, "reason", err)
+	if err == nil {
+		return f, nil
 	}
-	return f, err
+	// Firmware that finds nothing may ask without end.
+	if more, withheld := s.refusals.Count(client.String(), s.gate.now()); more {
+		s.cfg.Log.Info("TFTP request refused", "client", client.String(), "file", name, "reason", err, "untold", withheld)
+	}
+	return nil, err
 }
 
 // source hides reading's errors from the wire and ends with the server.

@@ -103,7 +103,7 @@ var content = func() []byte {
 }()
 
 // start serves content as "snponly.efi" on an ephemeral port of the loopback.
-func start(t *testing.T, transfers, perClient int) *server {
+func start(t testing.TB, transfers, perClient int) *server {
 	t.Helper()
 	conn, err := net.ListenUDP("udp4", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)})
 	if err != nil {

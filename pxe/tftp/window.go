@@ -4,8 +4,10 @@ import "time"
 
 const (
 	maxWindow = 64
-	// maxWindowBytes bounds what one transfer keeps for sending again.
+	// maxWindowBytes bounds what one transfer keeps for sending again, and
+	// fullWindows how many keep so much: of more transfers each keeps less.
 	maxWindowBytes = 128 << 10
+	fullWindows    = 128
 	minTimeout     = 100 * time.Millisecond
 	maxTimeout     = 4 * time.Second
 	// pace is the pause between the bursts of one window, after a loss.

@@ -73,7 +73,7 @@ var rules = map[string][]string{
 	"appliance/ramdisk":     {"appliance/agent", "appliance/invoke", "image", "plugins/driver", "plugins/metal", "appliance/site/config", "pxe/mandate"},
 	"appliance/node":        {"appliance/agent", "appliance/invoke", "appliance/hosting", "plugins", "appliance/site/config"},
 	// It encodes grants and writes addresses as boxes do, by the same code.
-	"appliance/gateway": {"appliance/agent/envelope", "appliance/agent/trust", "appliance/agent/grants", "bmc/addressbook", "appliance/agent/tunnel", "plugins/driver", "plugins/external", "plugins/metal", "pxe/mandate"},
+	"appliance/gateway": {"appliance/agent/envelope", "appliance/agent/trust", "appliance/agent/grants", "bmc/addressbook", "appliance/agent/tunnel", "plugins/driver", "plugins/external", "plugins/metal", "pxe/files", "pxe/isoclass", "pxe/script", "pxe/mandate", "pxe/productuuid"},
 	"image/builder":     {"image", "initramfs", "board"},
 	"appliance/cmd/bcd": {"appliance/site", "appliance/ramdisk", "appliance/node", "plugins", "appliance/agent"},
 	"appliance/cmd/better-compute": {
@@ -84,7 +84,7 @@ var rules = map[string][]string{
 // testExtra is what tests may import beside that; the gateway's, as the far end
 // of a box's line.
 var testExtra = []string{
-	"appliance/site/netnstest", "bmc/bmctest", "image/qemutest", "scripts/lab",
+	"appliance/site/netnstest", "bmc/bmctest", "image/qemutest", "image/authenticode", "pxe/isoclass/isotest", "scripts/lab",
 	"appliance/gateway/commands", "appliance/gateway/gatewaytest", "appliance/gateway/grants", "appliance/gateway/keys", "appliance/gateway/store",
 }
 

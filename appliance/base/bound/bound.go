@@ -12,7 +12,7 @@ import (
 
 // Listen opens a TCP listener on address that only iface reaches.
 func Listen(ctx context.Context, iface string, address netip.AddrPort) (net.Listener, error) {
-	ln, err := toDevice(iface).Listen(ctx, "tcp4", address.String())
+	ln, err := toDevice(iface).Listen(ctx, "tcp"+family(address), address.String())
 	if err != nil {
 		return nil, fmt.Errorf("listen on interface %q: %w", iface, err)
 	}
@@ -21,11 +21,19 @@ func Listen(ctx context.Context, iface string, address netip.AddrPort) (net.List
 
 // ListenPacket opens a UDP socket on address that only iface reaches.
 func ListenPacket(ctx context.Context, iface string, address netip.AddrPort) (*net.UDPConn, error) {
-	conn, err := toDevice(iface).ListenPacket(ctx, "udp4", address.String())
+	conn, err := toDevice(iface).ListenPacket(ctx, "udp"+family(address), address.String())
 	if err != nil {
 		return nil, fmt.Errorf("listen on interface %q: %w", iface, err)
 	}
 	return conn.(*net.UDPConn), nil
+}
+
+// family keeps a socket to its address's own: IPv6 without IPv4 inside.
+func family(address netip.AddrPort) string {
+	if address.Addr().Is4() {
+		return "4"
+	}
+	return "6"
 }
 
 func toDevice(iface string) *net.ListenConfig {

@@ -109,3 +109,23 @@ func TestNeedsAnInterface(t *testing.T) {
 		}
 	}
 }
+
+// An IPv6 socket is IPv6's alone: both kinds can have the port.
+func TestFamilies(t *testing.T) {
+	all, err := Listen(t.Context(), "lo", netip.MustParseAddrPort("0.0.0.0:0"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer all.Close()
+	port := netip.MustParseAddrPort(all.Addr().String()).Port()
+	six, err := Listen(t.Context(), "lo", netip.AddrPortFrom(netip.IPv6Unspecified(), port))
+	if err != nil {
+		t.Fatalf("beside IPv4: %v", err)
+	}
+	six.Close()
+	conn, err := ListenPacket(t.Context(), "lo", netip.MustParseAddrPort("[::1]:0"))
+	if err != nil {
+		t.Fatal(err)
+	}
+	conn.Close()
+}

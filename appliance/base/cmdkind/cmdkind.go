@@ -22,6 +22,8 @@ const (
 	Assign   = "pxe.assign"
 	Explain  = "pxe.explain"
 	Stream   = "image.stream"
+	Fetch    = "artifact.fetch"
+	Wipe     = "disk.wipe"
 )
 
 // Kind is one command kind.
@@ -54,6 +56,8 @@ var kinds = []Kind{
 	{Assign, "provision", true, nil},
 	{Explain, "query", true, nil},
 	{Stream, "transfer", false, nil},
+	{Fetch, "transfer", true, nil},
+	{Wipe, "transfer", false, nil},
 }
 
 // All are the kinds.

@@ -254,6 +254,7 @@ func (s *Site) check() error {
 		}
 	}
 	ports := map[string]string{s.Uplink.id(): "uplink"}
+	networks := map[netip.Prefix]string{}
 	for i, l := range s.LAN {
 		where := fmt.Sprintf("lan %d", i+1)
 		if err := l.checkLAN(where); err != nil {
@@ -263,6 +264,12 @@ func (s *Site) check() error {
 			return fmt.Errorf("%s: %s is %s's too: each port has one use", where, cmp.Or(l.MAC, l.Interface), other)
 		}
 		ports[l.id()] = where
+		if l.IPv6.IsValid() {
+			if other := networks[l.IPv6.Masked()]; other != "" {
+				return fmt.Errorf("%s: ipv6 = %s is in the network of %s", where, l.IPv6, other)
+			}
+			networks[l.IPv6.Masked()] = where
+		}
 	}
 	bmcs := map[string]bool{}
 	for i, b := range s.BMC {

@@ -19,6 +19,8 @@ type LAN struct {
 	VLAN int `toml:"vlan"`
 	// Address is the box's own, with its prefix length.
 	Address netip.Prefix `toml:"address"`
+	// IPv6 is the box's own IPv6 address, with its prefix length, 64; not valid: none.
+	IPv6 netip.Prefix `toml:"ipv6"`
 	// DHCP is one of Modes; empty: off.
 	DHCP string `toml:"dhcp"`
 	// Range holds the first and the last address of the pool.
@@ -183,11 +185,35 @@ func (l LAN) checkLAN(where string) error {
 	if l.Gateway == l.Address.Addr() {
 		return fmt.Errorf("%s: gateway = %s is the box's own address, and the box forwards nothing", where, l.Gateway)
 	}
-	if err := l.Told.check(where, network); err != nil {
+	if err := l.Told.check(where, network, l.IPv6.IsValid()); err != nil {
+		return err
+	}
+	if err := l.checkIPv6(where); err != nil {
 		return err
 	}
 	return l.checkSubnets(where)
 }
+
+// machineBits are those of an IPv6 address that are made from a machine's MAC.
+const machineBits = 64
+
+func (l LAN) checkIPv6(where string) error {
+	a := l.IPv6.Addr()
+	switch {
+	case !l.IPv6.IsValid():
+		return nil
+	case !a.Is6() || a.Is4In6() || l.IPv6.Bits() != 128-machineBits || !a.IsGlobalUnicast() || l.IPv6 == l.IPv6.Masked():
+		return fmt.Errorf("%s: ipv6 = %q: want the box's own address with prefix length %d, such as fd00:10::1/64", where, l.IPv6, 128-machineBits)
+	case l.BMC:
+		return fmt.Errorf("%s: ipv6 is set and bmc is true: BMCs are given IPv4 addresses only", where)
+	case l.MTU != 0 && l.MTU < leastMTU6:
+		return fmt.Errorf("%s: mtu = %d: with ipv6 want at least %d", where, l.MTU, leastMTU6)
+	}
+	return nil
+}
+
+// leastMTU6 is what every link with IPv6 carries.
+const leastMTU6 = 1280
 
 // checkKeys refuses what a mode would not look at: nobody is to believe in it.
 func (l LAN) checkKeys(where, mode string) error {
@@ -198,6 +224,7 @@ func (l LAN) checkKeys(where, mode string) error {
 		modes []string
 	}{
 		{"range", len(l.Range) > 0, []string{DHCPAuthoritative}},
+		{"ipv6", l.IPv6.IsValid(), []string{DHCPAuthoritative}},
 		{"takeover", l.Takeover, []string{DHCPAuthoritative}},
 		{"bmc", l.BMC, []string{DHCPAuthoritative, DHCPReservations, DHCPRelay}},
 		{"gateway", l.Gateway.IsValid(), []string{DHCPAuthoritative, DHCPReservations, DHCPRelay}},
@@ -236,8 +263,8 @@ func checkRange(where string, network netip.Prefix, ends []netip.Addr) error {
 
 var domainName = regexp.MustCompile(`^([a-zA-Z0-9_]([a-zA-Z0-9_-]{0,61}[a-zA-Z0-9_])?\.)*[a-zA-Z0-9_]([a-zA-Z0-9_-]{0,61}[a-zA-Z0-9_])?$`)
 
-// check takes what one DHCP answer can hold.
-func (t Told) check(where string, network netip.Prefix) error {
+// check takes what one DHCP answer can hold. IPv6 servers are told where ipv6 is served.
+func (t Told) check(where string, network netip.Prefix, ipv6 bool) error {
 	if t.Gateway.IsValid() && !network.Contains(t.Gateway) {
 		return fmt.Errorf("%s: gateway = %s: want an address of %s", where, t.Gateway, network)
 	}
@@ -249,8 +276,12 @@ func (t Told) check(where string, network netip.Prefix) error {
 			return fmt.Errorf("%s: %s holds %d addresses: want at most 8", where, list.key, len(list.addrs))
 		}
 		for _, a := range list.addrs {
-			if !a.Is4() {
-				return fmt.Errorf("%s: %s holds %q: want IPv4 addresses", where, list.key, a)
+			switch {
+			case a.Is4():
+			case !a.Is6() || a.Is4In6() || a.Zone() != "":
+				return fmt.Errorf("%s: %s holds %q: want IP addresses, without a zone", where, list.key, a)
+			case !ipv6:
+				return fmt.Errorf("%s: %s holds %q: want IPv4 addresses, for ipv6 is not served here", where, list.key, a)
 			}
 		}
 	}
@@ -349,7 +380,7 @@ func (r Relay) check(where string, l LAN) error {
 	if via := r.Router(l); !l.Address.Masked().Contains(via) || via == l.Address.Addr() {
 		return fmt.Errorf("%s: no router leads to %s: want via, or the lan's gateway, to be another address of %s", where, r.Subnet, l.Address.Masked())
 	}
-	return r.Told.check(where, r.Subnet)
+	return r.Told.check(where, r.Subnet, false)
 }
 
 // Router is the LAN's router towards the subnet.

@@ -12,11 +12,12 @@ const goodLANs = `
 interface = "enp2s0"
 vlan = 7
 address = "10.0.0.1/24"
+ipv6 = "fd00:10::1/64"
 dhcp = "authoritative"
 range = ["10.0.0.100", "10.0.0.199"]
 takeover = true
 gateway = "10.0.0.254"
-dns = ["10.0.0.53"]
+dns = ["10.0.0.53", "fd00:10::53"]
 search = ["example.net"]
 ntp = ["10.0.0.123"]
 routes = ["10.9.0.0/16 via 10.0.0.253"]
@@ -70,6 +71,9 @@ func TestParseLANs(t *testing.T) {
 	if l.Gateway.String() != "10.0.0.254" || l.Routes[0] != (Route{netip.MustParsePrefix("10.9.0.0/16"), netip.MustParseAddr("10.0.0.253")}) || l.MTU != 9000 || !l.Takeover {
 		t.Errorf("lan 1 = %+v", l)
 	}
+	if l.IPv6 != netip.MustParsePrefix("fd00:10::1/64") || len(l.DNS) != 2 {
+		t.Errorf("lan 1: ipv6 %s, dns %v", l.IPv6, l.DNS)
+	}
 	if id, err := ID(l.Relays[0].CircuitID); err != nil || string(id) != "\x0a\x0b" {
 		t.Errorf("ID(%q) = %x, %v", l.Relays[0].CircuitID, id, err)
 	}
@@ -99,7 +103,21 @@ func TestParseLANErrors(t *testing.T) {
 		{`"enp2s0"`, `"enp2s0f0np0abc"`, "too long"},
 		{`"10.0.0.254"`, `"10.7.0.254"`, "lan 1: gateway = 10.7.0.254: want an address of 10.0.0.0/24"},
 		{`"10.0.0.254"`, `"10.0.0.1"`, "the box forwards nothing"},
-		{`["10.0.0.53"]`, `["::1"]`, "lan 1: dns holds"},
+		{`"fd00:10::1/64"`, `"fd00:10::1"`, "site.toml:6"},
+		{`"fd00:10::1/64"`, `"fd00:10::1/48"`, "lan 1: ipv6 = \"fd00:10::1/48\": want the box's own address with prefix length 64"},
+		{`"fd00:10::1/64"`, `"fd00:10::/64"`, "lan 1: ipv6 = "},
+		{`"fd00:10::1/64"`, `"fe80::1/64"`, "lan 1: ipv6 = "},
+		{`"fd00:10::1/64"`, `"ff02::1/64"`, "lan 1: ipv6 = "},
+		{`"fd00:10::1/64"`, `"10.0.0.1/24"`, "lan 1: ipv6 = "},
+		{`mtu = 9000`, `mtu = 1279`, "lan 1: mtu = 1279: with ipv6 want at least 1280"},
+		{`"fd00:10::53"`, `"fe80::1%eth0"`, "without a zone"},
+		{"ipv6 = \"fd00:10::1/64\"\n", "", "lan 1: dns holds \"fd00:10::53\": want IPv4 addresses, for ipv6 is not served here"},
+		{"gateway = \"10.5.0.1\"", "gateway = \"10.5.0.1\"\ndns = [\"fd00:10::53\"]", "lan 1, relay 1: dns holds"},
+		{"bmc = true", "bmc = true\nipv6 = \"fd00:11::1/64\"", "lan 2: ipv6 is set but dhcp is reservations: want it with authoritative only"},
+		{"dhcp = \"reservations\"\nbmc = true", "dhcp = \"authoritative\"\nrange = [\"10.1.0.5\", \"10.1.0.9\"]\nbmc = true\nipv6 = \"fd00:11::1/64\"", "lan 2: ipv6 is set and bmc is true"},
+		{`dhcp = "proxy"`, "dhcp = \"proxy\"\nipv6 = \"fd00:11::1/64\"", "lan 3: ipv6 is set but dhcp is proxy: want it with authoritative only"},
+		{`dhcp = "proxy"`, "dhcp = \"authoritative\"\nrange = [\"10.2.0.5\", \"10.2.0.9\"]\nipv6 = \"fd00:10::2/64\"", "lan 3: ipv6 = fd00:10::2/64 is in the network of lan 1"},
+		{`["10.0.0.53", "fd00:10::53"]`, `["10.0.0.300"]`, "dns"},
 		{`["example.net"]`, `["-x-.net"]`, `lan 1: search holds "-x-.net"`},
 		{`via 10.0.0.253`, `via 10.7.0.253`, "lan 1: routes holds one by 10.7.0.253"},
 		{`10.9.0.0/16 via`, `10.9.0.1/16 via`, "want 10.9.0.0/16"},

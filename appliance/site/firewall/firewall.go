@@ -168,10 +168,11 @@ type rule = []expr.Any
 
 // ICMP types that a host needs to answer or to hear: for IPv4 echo,
 // unreachable (path MTU), time exceeded, parameter problem; for IPv6 also
-// neighbour discovery.
+// neighbour discovery, and the question of switches who listens to which group:
+// without an answer they end what is sent to it, as to DHCPv6 servers.
 var (
 	icmp4 = []byte{8, 3, 11, 12}
-	icmp6 = []byte{128, 1, 2, 3, 4, 133, 134, 135, 136}
+	icmp6 = []byte{128, 1, 2, 3, 4, 130, 133, 134, 135, 136}
 )
 
 // input are the accepting rules, in order; what none of them takes is counted

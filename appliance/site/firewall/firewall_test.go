@@ -11,6 +11,7 @@ import (
 
 	"golang.org/x/net/icmp"
 	"golang.org/x/net/ipv4"
+	"golang.org/x/net/ipv6"
 
 	"github.com/better-compute/site-appliance/appliance/site/netnstest"
 )
@@ -342,6 +343,58 @@ func TestTransferFromAnotherPort(t *testing.T) {
 	_, _ = client.WriteTo([]byte("ack"), back)
 	if _, err := hear(transfer); err != nil {
 		t.Errorf("the acknowledgement did not arrive: %v", err)
+	}
+}
+
+// TestIPv6 reaches a LAN's services over IPv6 as over IPv4, and lets in what
+// routers' and switches' part of IPv6 needs.
+func TestIPv6(t *testing.T) {
+	s := newSite(t)
+	s.box.Wire("lan6", netip.MustParsePrefix("fd00::1/64"), s.machine, "eth6", netip.MustParsePrefix("fd00::2/64"))
+	s.echo(s.box, "tcp6", ":80")
+	s.echo(s.box, "tcp6", ":81")
+	// An IPv6 address takes a while until nobody else has it.
+	for end := time.Now().Add(10 * time.Second); !try(s.machine, "tcp6", "", "[fd00::1]:80") && time.Now().Before(end); {
+	}
+	s.apply(Rules{Uplink: "uplink", LANs: []LANRule{{Interface: "lan6", DHCP: true, TFTP: true, HTTP: true}}})
+	for port, want := range map[string]bool{"80": true, "81": false} {
+		if got := try(s.machine, "tcp6", "", "[fd00::1]:"+port); got != want {
+			t.Errorf("port %s over IPv6 answers: %v, want %v", port, got, want)
+		}
+	}
+	var hears, asks *icmp.PacketConn
+	for ns, conn := range map[*netnstest.Namespace]**icmp.PacketConn{s.box: &hears, s.machine: &asks} {
+		ns.Do(func() {
+			var err error
+			if *conn, err = icmp.ListenPacket("ip6:ipv6-icmp", "::"); err != nil {
+				t.Error(err)
+			}
+		})
+		if t.Failed() {
+			t.FailNow()
+		}
+		defer (*conn).Close()
+	}
+	for kind, want := range map[ipv6.ICMPType]bool{
+		ipv6.ICMPTypeMulticastListenerQuery: true, ipv6.ICMPTypeRouterSolicitation: true, ipv6.ICMPTypeMulticastListenerDone: false, ipv6.ICMPTypeRedirect: false,
+	} {
+		var only ipv6.ICMPFilter
+		only.SetAll(true)
+		only.Accept(kind)
+		if err := hears.IPv6PacketConn().SetICMPFilter(&only); err != nil {
+			t.Fatal(err)
+		}
+		data, err := (&icmp.Message{Type: kind, Body: &icmp.RawBody{Data: make([]byte, 20)}}).Marshal(nil)
+		if err != nil {
+			t.Fatal(err)
+		}
+		if _, err := asks.WriteTo(data, &net.IPAddr{IP: net.ParseIP("fd00::1")}); err != nil {
+			t.Fatal(err)
+		}
+		_ = hears.SetReadDeadline(time.Now().Add(patience))
+		if _, _, err := hears.ReadFrom(make([]byte, 64)); (err == nil) != want {
+			t.Errorf("ICMPv6 %s arrives: %v, want %v", kind, err == nil, want)
+		}
 	}
 }
 

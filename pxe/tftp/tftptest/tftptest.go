@@ -28,6 +28,11 @@ func Fetch(server netip.AddrPort, name string, blksize, window int, to io.Writer
 	}
 	defer conn.Close()
 	_ = conn.SetReadBuffer(1 << 20)
+	return FetchOn(conn, server, name, blksize, window, to)
+}
+
+// FetchOn is Fetch from a socket of the caller's.
+func FetchOn(conn *net.UDPConn, server netip.AddrPort, name string, blksize, window int, to io.Writer) (int64, error) {
 	options := []string{name, "octet", "blksize", strconv.Itoa(blksize)}
 	if window > 0 {
 		options = append(options, "windowsize", strconv.Itoa(window))
@@ -116,6 +121,7 @@ func ack(block int64) []byte {
 // of the server's TIDs a port of its own.
 type Forwarder struct {
 	Addr   netip.AddrPort
+	own    net.IP
 	server netip.AddrPort
 	delay  time.Duration
 	// fate says how often a packet arrives and how much later.
@@ -126,14 +132,19 @@ type Forwarder struct {
 	shut bool
 }
 
-// Forward opens a forwarder on the loopback that keeps each packet for delay,
+// Forward opens a forwarder, on the address that faces the server, that keeps each packet for delay,
 // in order, and each copy of it as much longer as fate says, out of order. fate
 // is asked once for each packet, by one goroutine at a time; nil: one copy.
 func Forward(server netip.AddrPort, delay time.Duration, fate func() []time.Duration) (*Forwarder, error) {
 	if fate == nil {
 		fate = func() []time.Duration { return []time.Duration{0} }
 	}
-	f := &Forwarder{server: server, delay: delay, fate: fate}
+	facing, err := net.DialUDP("udp4", nil, net.UDPAddrFromAddrPort(server))
+	if err != nil {
+		return nil, err
+	}
+	defer facing.Close()
+	f := &Forwarder{own: facing.LocalAddr().(*net.UDPAddr).IP, server: server, delay: delay, fate: fate}
 	conn, err := f.listen()
 	if err != nil {
 		return nil, err
@@ -220,7 +231,7 @@ func (f *Forwarder) listen() (*net.UDPConn, error) {
 	if f.shut {
 		return nil, net.ErrClosed
 	}
-	conn, err := net.ListenUDP("udp4", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)})
+	conn, err := net.ListenUDP("udp4", &net.UDPAddr{IP: f.own})
 	if err == nil {
 		_ = conn.SetReadBuffer(1 << 20)
 		f.open = append(f.open, conn)
