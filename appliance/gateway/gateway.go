@@ -27,6 +27,7 @@ import (
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/appliance/gateway/artifacts"
 	"github.com/better-compute/site-appliance/appliance/gateway/commands"
+	"github.com/better-compute/site-appliance/appliance/gateway/discovery"
 	"github.com/better-compute/site-appliance/appliance/gateway/enrol"
 	"github.com/better-compute/site-appliance/appliance/gateway/grants"
 	"github.com/better-compute/site-appliance/appliance/gateway/keys"
@@ -90,6 +91,7 @@ type Gateway struct {
 	Artifacts *artifacts.Service
 	Nodes     *nodespec.Service
 	Settle    *settle.Service
+	Discovery *discovery.Service
 	Grants    *grants.Service
 	Modules   *module.Set
 	// Drivers are the modules', and those that are registered before Serve.
@@ -157,6 +159,9 @@ func (g *Gateway) open(o Options) (err error) {
 	g.Settle = settle.New(settle.Config{Store: g.Store, Commands: g.Commands, Secrets: g.Secrets, Online: g.Sessions.Online, Log: g.Log.With("part", "settle")})
 	g.Commands.Before(settle.RotateKind, g.Settle.Begin)
 	g.Commands.OnFinished(g.Settle.Finished)
+	g.Discovery = discovery.New(discovery.Config{Store: g.Store, Commands: g.Commands, Online: g.Sessions.Online, Expel: g.Sessions.Expel, Log: g.Log.With("part", "discovery")})
+	g.Sessions.OnEvent(g.Discovery.Heard)
+	g.Sessions.OnState(g.Discovery.Came)
 	if g.Artifacts, err = artifacts.New(filepath.Join(g.Dir, "artifacts"), g.Store, g.Log.With("part", "artifacts")); err != nil {
 		return err
 	}
@@ -271,6 +276,7 @@ func (g *Gateway) ServeListener(ctx context.Context, l net.Listener) error {
 	var wg sync.WaitGroup
 	wg.Go(func() { g.Commands.Run(work) })
 	wg.Go(func() { g.Settle.Run(work) })
+	wg.Go(func() { g.Discovery.Run(work) })
 	wg.Go(func() { g.tidy(work) })
 	defer wg.Wait()
 	defer stop()

@@ -146,8 +146,9 @@ func TestRestoredGatewayCatchesUp(t *testing.T) {
 	}
 	code, message := send(70)
 	f.want("the snapshot before the restore", code, "", message)
-	version, _, err := f.g.Store.NextSnapshot(t.Context(), "site_1")
+	next, err := f.g.Store.NextSnapshot(t.Context(), "site_1")
 	f.must(err)
+	version := next.Version
 	code, message = send(version)
 	f.want("the restored gateway's", code, errs.StaleVersion, message)
 	for deadline := time.Now().Add(30 * time.Second); version < 70; time.Sleep(10 * time.Millisecond) {
@@ -157,8 +158,8 @@ func TestRestoredGatewayCatchesUp(t *testing.T) {
 		version, err = f.g.Store.AssignVersion(t.Context(), "site_1")
 		f.must(err)
 	}
-	version, _, err = f.g.Store.NextSnapshot(t.Context(), "site_1")
+	next, err = f.g.Store.NextSnapshot(t.Context(), "site_1")
 	f.must(err)
-	code, message = send(version)
+	code, message = send(next.Version)
 	f.want("the next one", code, "", message)
 }

@@ -25,7 +25,7 @@ const file = "wire.txt"
 
 func TestCompatible(t *testing.T) {
 	now := describe(
-		agentv1.File_appliance_api_agentv1_agent_proto, computev1.File_appliance_api_computev1_compute_proto,
+		agentv1.File_appliance_api_agentv1_agent_proto, computev1.File_appliance_api_computev1_compute_proto, computev1.File_appliance_api_computev1_discovery_proto, computev1.File_appliance_api_computev1_iso_proto,
 		bmcv1.File_bmc_bmcv1_bmc_proto, imagev1.File_image_imagev1_image_proto, pxev1.File_pxe_pxev1_pxe_proto,
 	)
 	data, err := os.ReadFile(file)

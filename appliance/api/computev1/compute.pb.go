@@ -1094,6 +1094,155 @@ func (x *PutSecretResponse) GetRef() string {
 	return ""
 }
 
+type SetLoaderRequest struct {
+	state    protoimpl.MessageState `protogen:"open.v1"`
+	TenantId string                 `protobuf:"bytes,1,opt,name=tenant_id,json=tenantId,proto3" json:"tenant_id,omitempty"`
+	Machine  string                 `protobuf:"bytes,2,opt,name=machine,proto3" json:"machine,omitempty"`
+	// "snponly", "ipxe" or "shim"; empty: the usual one.
+	Loader        string `protobuf:"bytes,3,opt,name=loader,proto3" json:"loader,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SetLoaderRequest) Reset() {
+	*x = SetLoaderRequest{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[19]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SetLoaderRequest) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SetLoaderRequest) ProtoMessage() {}
+
+func (x *SetLoaderRequest) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[19]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SetLoaderRequest.ProtoReflect.Descriptor instead.
+func (*SetLoaderRequest) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{19}
+}
+
+func (x *SetLoaderRequest) GetTenantId() string {
+	if x != nil {
+		return x.TenantId
+	}
+	return ""
+}
+
+func (x *SetLoaderRequest) GetMachine() string {
+	if x != nil {
+		return x.Machine
+	}
+	return ""
+}
+
+func (x *SetLoaderRequest) GetLoader() string {
+	if x != nil {
+		return x.Loader
+	}
+	return ""
+}
+
+type SetLoaderResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Machine       *Machine               `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *SetLoaderResponse) Reset() {
+	*x = SetLoaderResponse{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[20]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *SetLoaderResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*SetLoaderResponse) ProtoMessage() {}
+
+func (x *SetLoaderResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[20]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use SetLoaderResponse.ProtoReflect.Descriptor instead.
+func (*SetLoaderResponse) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{20}
+}
+
+func (x *SetLoaderResponse) GetMachine() *Machine {
+	if x != nil {
+		return x.Machine
+	}
+	return nil
+}
+
+type ConfirmMacResponse struct {
+	state         protoimpl.MessageState `protogen:"open.v1"`
+	Machine       *Machine               `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"`
+	unknownFields protoimpl.UnknownFields
+	sizeCache     protoimpl.SizeCache
+}
+
+func (x *ConfirmMacResponse) Reset() {
+	*x = ConfirmMacResponse{}
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[21]
+	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+	ms.StoreMessageInfo(mi)
+}
+
+func (x *ConfirmMacResponse) String() string {
+	return protoimpl.X.MessageStringOf(x)
+}
+
+func (*ConfirmMacResponse) ProtoMessage() {}
+
+func (x *ConfirmMacResponse) ProtoReflect() protoreflect.Message {
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[21]
+	if x != nil {
+		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
+		if ms.LoadMessageInfo() == nil {
+			ms.StoreMessageInfo(mi)
+		}
+		return ms
+	}
+	return mi.MessageOf(x)
+}
+
+// Deprecated: Use ConfirmMacResponse.ProtoReflect.Descriptor instead.
+func (*ConfirmMacResponse) Descriptor() ([]byte, []int) {
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{21}
+}
+
+func (x *ConfirmMacResponse) GetMachine() *Machine {
+	if x != nil {
+		return x.Machine
+	}
+	return nil
+}
+
 type Bmc struct {
 	state             protoimpl.MessageState `protogen:"open.v1"`
 	Driver            string                 `protobuf:"bytes,1,opt,name=driver,proto3" json:"driver,omitempty"`
@@ -1107,7 +1256,7 @@ type Bmc struct {
 
 func (x *Bmc) Reset() {
 	*x = Bmc{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[19]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[22]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1119,7 +1268,7 @@ func (x *Bmc) String() string {
 func (*Bmc) ProtoMessage() {}
 
 func (x *Bmc) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[19]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[22]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1132,7 +1281,7 @@ func (x *Bmc) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Bmc.ProtoReflect.Descriptor instead.
 func (*Bmc) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{19}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{22}
 }
 
 func (x *Bmc) GetDriver() string {
@@ -1192,14 +1341,18 @@ type Machine struct {
 	// Whether what is destructive always needs people's grants.
 	Protected bool `protobuf:"varint,14,opt,name=protected,proto3" json:"protected,omitempty"`
 	// What a person is asked to do: "on", "off", … under driver manual; empty: nothing.
-	PowerAsked    string `protobuf:"bytes,15,opt,name=power_asked,json=powerAsked,proto3" json:"power_asked,omitempty"`
+	PowerAsked string `protobuf:"bytes,15,opt,name=power_asked,json=powerAsked,proto3" json:"power_asked,omitempty"`
+	// The boot program that its UEFI firmware gets; empty: the usual one.
+	Loader string `protobuf:"bytes,16,opt,name=loader,proto3" json:"loader,omitempty"`
+	// What it may boot from the network now, and until when, for people; empty: its disk.
+	Netboot       string `protobuf:"bytes,17,opt,name=netboot,proto3" json:"netboot,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *Machine) Reset() {
 	*x = Machine{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[20]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[23]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1211,7 +1364,7 @@ func (x *Machine) String() string {
 func (*Machine) ProtoMessage() {}
 
 func (x *Machine) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[20]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[23]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1224,7 +1377,7 @@ func (x *Machine) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Machine.ProtoReflect.Descriptor instead.
 func (*Machine) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{20}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{23}
 }
 
 func (x *Machine) GetId() string {
@@ -1332,6 +1485,20 @@ func (x *Machine) GetPowerAsked() string {
 	return ""
 }
 
+func (x *Machine) GetLoader() string {
+	if x != nil {
+		return x.Loader
+	}
+	return ""
+}
+
+func (x *Machine) GetNetboot() string {
+	if x != nil {
+		return x.Netboot
+	}
+	return ""
+}
+
 // DriverBinding says which driver serves a kind of one machine.
 type DriverBinding struct {
 	state  protoimpl.MessageState `protogen:"open.v1"`
@@ -1344,7 +1511,7 @@ type DriverBinding struct {
 
 func (x *DriverBinding) Reset() {
 	*x = DriverBinding{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[21]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[24]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1356,7 +1523,7 @@ func (x *DriverBinding) String() string {
 func (*DriverBinding) ProtoMessage() {}
 
 func (x *DriverBinding) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[21]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[24]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1369,7 +1536,7 @@ func (x *DriverBinding) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DriverBinding.ProtoReflect.Descriptor instead.
 func (*DriverBinding) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{21}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{24}
 }
 
 func (x *DriverBinding) GetDriver() string {
@@ -1398,14 +1565,16 @@ type EnrollMachineRequest struct {
 	// Overrides the pool's policy; empty: the pool's.
 	HardwareProfile string `protobuf:"bytes,7,opt,name=hardware_profile,json=hardwareProfile,proto3" json:"hardware_profile,omitempty"`
 	// Overrides profile and BMC, by kind.
-	Drivers       map[string]*DriverBinding `protobuf:"bytes,8,rep,name=drivers,proto3" json:"drivers,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	Drivers map[string]*DriverBinding `protobuf:"bytes,8,rep,name=drivers,proto3" json:"drivers,omitempty" protobuf_key:"bytes,1,opt,name=key" protobuf_val:"bytes,2,opt,name=value"`
+	// "snponly", "ipxe" or "shim"; empty: the usual one.
+	Loader        string `protobuf:"bytes,9,opt,name=loader,proto3" json:"loader,omitempty"`
 	unknownFields protoimpl.UnknownFields
 	sizeCache     protoimpl.SizeCache
 }
 
 func (x *EnrollMachineRequest) Reset() {
 	*x = EnrollMachineRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[22]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[25]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1417,7 +1586,7 @@ func (x *EnrollMachineRequest) String() string {
 func (*EnrollMachineRequest) ProtoMessage() {}
 
 func (x *EnrollMachineRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[22]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[25]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1430,7 +1599,7 @@ func (x *EnrollMachineRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EnrollMachineRequest.ProtoReflect.Descriptor instead.
 func (*EnrollMachineRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{22}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{25}
 }
 
 func (x *EnrollMachineRequest) GetTenantId() string {
@@ -1489,6 +1658,13 @@ func (x *EnrollMachineRequest) GetDrivers() map[string]*DriverBinding {
 	return nil
 }
 
+func (x *EnrollMachineRequest) GetLoader() string {
+	if x != nil {
+		return x.Loader
+	}
+	return ""
+}
+
 type EnrollMachineResponse struct {
 	state         protoimpl.MessageState `protogen:"open.v1"`
 	Machine       *Machine               `protobuf:"bytes,1,opt,name=machine,proto3" json:"machine,omitempty"`
@@ -1498,7 +1674,7 @@ type EnrollMachineResponse struct {
 
 func (x *EnrollMachineResponse) Reset() {
 	*x = EnrollMachineResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[23]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[26]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1510,7 +1686,7 @@ func (x *EnrollMachineResponse) String() string {
 func (*EnrollMachineResponse) ProtoMessage() {}
 
 func (x *EnrollMachineResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[23]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[26]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1523,7 +1699,7 @@ func (x *EnrollMachineResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EnrollMachineResponse.ProtoReflect.Descriptor instead.
 func (*EnrollMachineResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{23}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{26}
 }
 
 func (x *EnrollMachineResponse) GetMachine() *Machine {
@@ -1542,7 +1718,7 @@ type ListMachinesRequest struct {
 
 func (x *ListMachinesRequest) Reset() {
 	*x = ListMachinesRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[24]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[27]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1554,7 +1730,7 @@ func (x *ListMachinesRequest) String() string {
 func (*ListMachinesRequest) ProtoMessage() {}
 
 func (x *ListMachinesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[24]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[27]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1567,7 +1743,7 @@ func (x *ListMachinesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListMachinesRequest.ProtoReflect.Descriptor instead.
 func (*ListMachinesRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{24}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{27}
 }
 
 func (x *ListMachinesRequest) GetTenantId() string {
@@ -1586,7 +1762,7 @@ type ListMachinesResponse struct {
 
 func (x *ListMachinesResponse) Reset() {
 	*x = ListMachinesResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[25]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[28]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1598,7 +1774,7 @@ func (x *ListMachinesResponse) String() string {
 func (*ListMachinesResponse) ProtoMessage() {}
 
 func (x *ListMachinesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[25]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[28]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1611,7 +1787,7 @@ func (x *ListMachinesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListMachinesResponse.ProtoReflect.Descriptor instead.
 func (*ListMachinesResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{25}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{28}
 }
 
 func (x *ListMachinesResponse) GetItems() []*Machine {
@@ -1632,7 +1808,7 @@ type GetMachineRequest struct {
 
 func (x *GetMachineRequest) Reset() {
 	*x = GetMachineRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[26]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[29]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1644,7 +1820,7 @@ func (x *GetMachineRequest) String() string {
 func (*GetMachineRequest) ProtoMessage() {}
 
 func (x *GetMachineRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[26]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[29]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1657,7 +1833,7 @@ func (x *GetMachineRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetMachineRequest.ProtoReflect.Descriptor instead.
 func (*GetMachineRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{26}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{29}
 }
 
 func (x *GetMachineRequest) GetTenantId() string {
@@ -1683,7 +1859,7 @@ type GetMachineResponse struct {
 
 func (x *GetMachineResponse) Reset() {
 	*x = GetMachineResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[27]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[30]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1695,7 +1871,7 @@ func (x *GetMachineResponse) String() string {
 func (*GetMachineResponse) ProtoMessage() {}
 
 func (x *GetMachineResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[27]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[30]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1708,7 +1884,7 @@ func (x *GetMachineResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetMachineResponse.ProtoReflect.Descriptor instead.
 func (*GetMachineResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{27}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{30}
 }
 
 func (x *GetMachineResponse) GetMachine() *Machine {
@@ -1728,7 +1904,7 @@ type GetPowerRequest struct {
 
 func (x *GetPowerRequest) Reset() {
 	*x = GetPowerRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[28]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[31]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1740,7 +1916,7 @@ func (x *GetPowerRequest) String() string {
 func (*GetPowerRequest) ProtoMessage() {}
 
 func (x *GetPowerRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[28]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[31]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1753,7 +1929,7 @@ func (x *GetPowerRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetPowerRequest.ProtoReflect.Descriptor instead.
 func (*GetPowerRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{28}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{31}
 }
 
 func (x *GetPowerRequest) GetTenantId() string {
@@ -1780,7 +1956,7 @@ type GetPowerResponse struct {
 
 func (x *GetPowerResponse) Reset() {
 	*x = GetPowerResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[29]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[32]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1792,7 +1968,7 @@ func (x *GetPowerResponse) String() string {
 func (*GetPowerResponse) ProtoMessage() {}
 
 func (x *GetPowerResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[29]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[32]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1805,7 +1981,7 @@ func (x *GetPowerResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetPowerResponse.ProtoReflect.Descriptor instead.
 func (*GetPowerResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{29}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{32}
 }
 
 func (x *GetPowerResponse) GetPower() string {
@@ -1827,7 +2003,7 @@ type SetPowerRequest struct {
 
 func (x *SetPowerRequest) Reset() {
 	*x = SetPowerRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[30]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[33]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1839,7 +2015,7 @@ func (x *SetPowerRequest) String() string {
 func (*SetPowerRequest) ProtoMessage() {}
 
 func (x *SetPowerRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[30]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[33]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1852,7 +2028,7 @@ func (x *SetPowerRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetPowerRequest.ProtoReflect.Descriptor instead.
 func (*SetPowerRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{30}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{33}
 }
 
 func (x *SetPowerRequest) GetTenantId() string {
@@ -1885,7 +2061,7 @@ type SetPowerResponse struct {
 
 func (x *SetPowerResponse) Reset() {
 	*x = SetPowerResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[31]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[34]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1897,7 +2073,7 @@ func (x *SetPowerResponse) String() string {
 func (*SetPowerResponse) ProtoMessage() {}
 
 func (x *SetPowerResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[31]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[34]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1910,7 +2086,7 @@ func (x *SetPowerResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetPowerResponse.ProtoReflect.Descriptor instead.
 func (*SetPowerResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{31}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{34}
 }
 
 func (x *SetPowerResponse) GetCommandId() string {
@@ -1934,7 +2110,7 @@ type SetBootDeviceRequest struct {
 
 func (x *SetBootDeviceRequest) Reset() {
 	*x = SetBootDeviceRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[32]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[35]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -1946,7 +2122,7 @@ func (x *SetBootDeviceRequest) String() string {
 func (*SetBootDeviceRequest) ProtoMessage() {}
 
 func (x *SetBootDeviceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[32]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[35]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -1959,7 +2135,7 @@ func (x *SetBootDeviceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetBootDeviceRequest.ProtoReflect.Descriptor instead.
 func (*SetBootDeviceRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{32}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{35}
 }
 
 func (x *SetBootDeviceRequest) GetTenantId() string {
@@ -2006,7 +2182,7 @@ type SetBootDeviceResponse struct {
 
 func (x *SetBootDeviceResponse) Reset() {
 	*x = SetBootDeviceResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[33]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[36]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2018,7 +2194,7 @@ func (x *SetBootDeviceResponse) String() string {
 func (*SetBootDeviceResponse) ProtoMessage() {}
 
 func (x *SetBootDeviceResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[33]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[36]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2031,7 +2207,7 @@ func (x *SetBootDeviceResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use SetBootDeviceResponse.ProtoReflect.Descriptor instead.
 func (*SetBootDeviceResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{33}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{36}
 }
 
 func (x *SetBootDeviceResponse) GetCommandId() string {
@@ -2051,7 +2227,7 @@ type InspectRequest struct {
 
 func (x *InspectRequest) Reset() {
 	*x = InspectRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[34]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[37]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2063,7 +2239,7 @@ func (x *InspectRequest) String() string {
 func (*InspectRequest) ProtoMessage() {}
 
 func (x *InspectRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[34]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[37]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2076,7 +2252,7 @@ func (x *InspectRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InspectRequest.ProtoReflect.Descriptor instead.
 func (*InspectRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{34}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{37}
 }
 
 func (x *InspectRequest) GetTenantId() string {
@@ -2102,7 +2278,7 @@ type InspectResponse struct {
 
 func (x *InspectResponse) Reset() {
 	*x = InspectResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[35]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[38]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2114,7 +2290,7 @@ func (x *InspectResponse) String() string {
 func (*InspectResponse) ProtoMessage() {}
 
 func (x *InspectResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[35]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[38]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2127,7 +2303,7 @@ func (x *InspectResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use InspectResponse.ProtoReflect.Descriptor instead.
 func (*InspectResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{35}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{38}
 }
 
 func (x *InspectResponse) GetWorkflowId() string {
@@ -2152,7 +2328,7 @@ type DeployRequest struct {
 
 func (x *DeployRequest) Reset() {
 	*x = DeployRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[36]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[39]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2164,7 +2340,7 @@ func (x *DeployRequest) String() string {
 func (*DeployRequest) ProtoMessage() {}
 
 func (x *DeployRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[36]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[39]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2177,7 +2353,7 @@ func (x *DeployRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeployRequest.ProtoReflect.Descriptor instead.
 func (*DeployRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{36}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{39}
 }
 
 func (x *DeployRequest) GetTenantId() string {
@@ -2231,7 +2407,7 @@ type DeployResponse struct {
 
 func (x *DeployResponse) Reset() {
 	*x = DeployResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[37]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[40]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2243,7 +2419,7 @@ func (x *DeployResponse) String() string {
 func (*DeployResponse) ProtoMessage() {}
 
 func (x *DeployResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[37]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[40]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2256,7 +2432,7 @@ func (x *DeployResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use DeployResponse.ProtoReflect.Descriptor instead.
 func (*DeployResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{37}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{40}
 }
 
 func (x *DeployResponse) GetWorkflowId() string {
@@ -2280,7 +2456,7 @@ type OperateRequest struct {
 
 func (x *OperateRequest) Reset() {
 	*x = OperateRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[38]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[41]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2292,7 +2468,7 @@ func (x *OperateRequest) String() string {
 func (*OperateRequest) ProtoMessage() {}
 
 func (x *OperateRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[38]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[41]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2305,7 +2481,7 @@ func (x *OperateRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OperateRequest.ProtoReflect.Descriptor instead.
 func (*OperateRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{38}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{41}
 }
 
 func (x *OperateRequest) GetTenantId() string {
@@ -2347,7 +2523,7 @@ type OperateResponse struct {
 
 func (x *OperateResponse) Reset() {
 	*x = OperateResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[39]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[42]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2359,7 +2535,7 @@ func (x *OperateResponse) String() string {
 func (*OperateResponse) ProtoMessage() {}
 
 func (x *OperateResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[39]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[42]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2372,7 +2548,7 @@ func (x *OperateResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use OperateResponse.ProtoReflect.Descriptor instead.
 func (*OperateResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{39}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{42}
 }
 
 func (x *OperateResponse) GetCommandId() string {
@@ -2399,7 +2575,7 @@ type GetCommandRequest struct {
 
 func (x *GetCommandRequest) Reset() {
 	*x = GetCommandRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[40]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[43]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2411,7 +2587,7 @@ func (x *GetCommandRequest) String() string {
 func (*GetCommandRequest) ProtoMessage() {}
 
 func (x *GetCommandRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[40]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[43]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2424,7 +2600,7 @@ func (x *GetCommandRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCommandRequest.ProtoReflect.Descriptor instead.
 func (*GetCommandRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{40}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{43}
 }
 
 func (x *GetCommandRequest) GetTenantId() string {
@@ -2456,7 +2632,7 @@ type GetCommandResponse struct {
 
 func (x *GetCommandResponse) Reset() {
 	*x = GetCommandResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[41]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[44]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2468,7 +2644,7 @@ func (x *GetCommandResponse) String() string {
 func (*GetCommandResponse) ProtoMessage() {}
 
 func (x *GetCommandResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[41]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[44]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2481,7 +2657,7 @@ func (x *GetCommandResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetCommandResponse.ProtoReflect.Descriptor instead.
 func (*GetCommandResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{41}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{44}
 }
 
 func (x *GetCommandResponse) GetState() string {
@@ -2529,7 +2705,7 @@ type RotateCredentialsRequest struct {
 
 func (x *RotateCredentialsRequest) Reset() {
 	*x = RotateCredentialsRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[42]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[45]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2541,7 +2717,7 @@ func (x *RotateCredentialsRequest) String() string {
 func (*RotateCredentialsRequest) ProtoMessage() {}
 
 func (x *RotateCredentialsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[42]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[45]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2554,7 +2730,7 @@ func (x *RotateCredentialsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RotateCredentialsRequest.ProtoReflect.Descriptor instead.
 func (*RotateCredentialsRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{42}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{45}
 }
 
 func (x *RotateCredentialsRequest) GetTenantId() string {
@@ -2580,7 +2756,7 @@ type RotateCredentialsResponse struct {
 
 func (x *RotateCredentialsResponse) Reset() {
 	*x = RotateCredentialsResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[43]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[46]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2592,7 +2768,7 @@ func (x *RotateCredentialsResponse) String() string {
 func (*RotateCredentialsResponse) ProtoMessage() {}
 
 func (x *RotateCredentialsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[43]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[46]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2605,7 +2781,7 @@ func (x *RotateCredentialsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RotateCredentialsResponse.ProtoReflect.Descriptor instead.
 func (*RotateCredentialsResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{43}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{46}
 }
 
 func (x *RotateCredentialsResponse) GetCommandId() string {
@@ -2628,7 +2804,7 @@ type RebindBmcRequest struct {
 
 func (x *RebindBmcRequest) Reset() {
 	*x = RebindBmcRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[44]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[47]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2640,7 +2816,7 @@ func (x *RebindBmcRequest) String() string {
 func (*RebindBmcRequest) ProtoMessage() {}
 
 func (x *RebindBmcRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[44]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[47]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2653,7 +2829,7 @@ func (x *RebindBmcRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RebindBmcRequest.ProtoReflect.Descriptor instead.
 func (*RebindBmcRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{44}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{47}
 }
 
 func (x *RebindBmcRequest) GetTenantId() string {
@@ -2693,7 +2869,7 @@ type RebindBmcResponse struct {
 
 func (x *RebindBmcResponse) Reset() {
 	*x = RebindBmcResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[45]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[48]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2705,7 +2881,7 @@ func (x *RebindBmcResponse) String() string {
 func (*RebindBmcResponse) ProtoMessage() {}
 
 func (x *RebindBmcResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[45]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[48]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2718,7 +2894,7 @@ func (x *RebindBmcResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RebindBmcResponse.ProtoReflect.Descriptor instead.
 func (*RebindBmcResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{45}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{48}
 }
 
 func (x *RebindBmcResponse) GetCommandId() string {
@@ -2740,7 +2916,7 @@ type ConfirmPowerRequest struct {
 
 func (x *ConfirmPowerRequest) Reset() {
 	*x = ConfirmPowerRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[46]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[49]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2752,7 +2928,7 @@ func (x *ConfirmPowerRequest) String() string {
 func (*ConfirmPowerRequest) ProtoMessage() {}
 
 func (x *ConfirmPowerRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[46]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[49]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2765,7 +2941,7 @@ func (x *ConfirmPowerRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConfirmPowerRequest.ProtoReflect.Descriptor instead.
 func (*ConfirmPowerRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{46}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{49}
 }
 
 func (x *ConfirmPowerRequest) GetTenantId() string {
@@ -2797,7 +2973,7 @@ type ConfirmPowerResponse struct {
 
 func (x *ConfirmPowerResponse) Reset() {
 	*x = ConfirmPowerResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[47]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[50]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2809,7 +2985,7 @@ func (x *ConfirmPowerResponse) String() string {
 func (*ConfirmPowerResponse) ProtoMessage() {}
 
 func (x *ConfirmPowerResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[47]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[50]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2822,7 +2998,7 @@ func (x *ConfirmPowerResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConfirmPowerResponse.ProtoReflect.Descriptor instead.
 func (*ConfirmPowerResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{47}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{50}
 }
 
 type ConsoleRequest struct {
@@ -2838,7 +3014,7 @@ type ConsoleRequest struct {
 
 func (x *ConsoleRequest) Reset() {
 	*x = ConsoleRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[48]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[51]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2850,7 +3026,7 @@ func (x *ConsoleRequest) String() string {
 func (*ConsoleRequest) ProtoMessage() {}
 
 func (x *ConsoleRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[48]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[51]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2863,7 +3039,7 @@ func (x *ConsoleRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConsoleRequest.ProtoReflect.Descriptor instead.
 func (*ConsoleRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{48}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{51}
 }
 
 func (x *ConsoleRequest) GetRequest() isConsoleRequest_Request {
@@ -2921,7 +3097,7 @@ type ConsoleOpen struct {
 
 func (x *ConsoleOpen) Reset() {
 	*x = ConsoleOpen{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[49]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[52]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2933,7 +3109,7 @@ func (x *ConsoleOpen) String() string {
 func (*ConsoleOpen) ProtoMessage() {}
 
 func (x *ConsoleOpen) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[49]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[52]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -2946,7 +3122,7 @@ func (x *ConsoleOpen) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConsoleOpen.ProtoReflect.Descriptor instead.
 func (*ConsoleOpen) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{49}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{52}
 }
 
 func (x *ConsoleOpen) GetTenantId() string {
@@ -2986,7 +3162,7 @@ type ConsoleResponse struct {
 
 func (x *ConsoleResponse) Reset() {
 	*x = ConsoleResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[50]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[53]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -2998,7 +3174,7 @@ func (x *ConsoleResponse) String() string {
 func (*ConsoleResponse) ProtoMessage() {}
 
 func (x *ConsoleResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[50]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[53]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3011,7 +3187,7 @@ func (x *ConsoleResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ConsoleResponse.ProtoReflect.Descriptor instead.
 func (*ConsoleResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{50}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{53}
 }
 
 func (x *ConsoleResponse) GetData() []byte {
@@ -3039,7 +3215,7 @@ type GrantRecord struct {
 
 func (x *GrantRecord) Reset() {
 	*x = GrantRecord{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[51]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[54]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3051,7 +3227,7 @@ func (x *GrantRecord) String() string {
 func (*GrantRecord) ProtoMessage() {}
 
 func (x *GrantRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[51]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[54]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3064,7 +3240,7 @@ func (x *GrantRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GrantRecord.ProtoReflect.Descriptor instead.
 func (*GrantRecord) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{51}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{54}
 }
 
 func (x *GrantRecord) GetGrantId() string {
@@ -3120,7 +3296,7 @@ type GrantedOperation struct {
 
 func (x *GrantedOperation) Reset() {
 	*x = GrantedOperation{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[52]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[55]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3132,7 +3308,7 @@ func (x *GrantedOperation) String() string {
 func (*GrantedOperation) ProtoMessage() {}
 
 func (x *GrantedOperation) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[52]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[55]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3145,7 +3321,7 @@ func (x *GrantedOperation) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GrantedOperation.ProtoReflect.Descriptor instead.
 func (*GrantedOperation) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{52}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{55}
 }
 
 func (x *GrantedOperation) GetKind() string {
@@ -3189,7 +3365,7 @@ type ProposeGrantRequest struct {
 
 func (x *ProposeGrantRequest) Reset() {
 	*x = ProposeGrantRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[53]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[56]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3201,7 +3377,7 @@ func (x *ProposeGrantRequest) String() string {
 func (*ProposeGrantRequest) ProtoMessage() {}
 
 func (x *ProposeGrantRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[53]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[56]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3214,7 +3390,7 @@ func (x *ProposeGrantRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ProposeGrantRequest.ProtoReflect.Descriptor instead.
 func (*ProposeGrantRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{53}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{56}
 }
 
 func (x *ProposeGrantRequest) GetTenantId() string {
@@ -3289,7 +3465,7 @@ type ProposeGrantResponse struct {
 
 func (x *ProposeGrantResponse) Reset() {
 	*x = ProposeGrantResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[54]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[57]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3301,7 +3477,7 @@ func (x *ProposeGrantResponse) String() string {
 func (*ProposeGrantResponse) ProtoMessage() {}
 
 func (x *ProposeGrantResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[54]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[57]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3314,7 +3490,7 @@ func (x *ProposeGrantResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ProposeGrantResponse.ProtoReflect.Descriptor instead.
 func (*ProposeGrantResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{54}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{57}
 }
 
 func (x *ProposeGrantResponse) GetGrant() *GrantRecord {
@@ -3334,7 +3510,7 @@ type GetGrantRequest struct {
 
 func (x *GetGrantRequest) Reset() {
 	*x = GetGrantRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[55]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[58]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3346,7 +3522,7 @@ func (x *GetGrantRequest) String() string {
 func (*GetGrantRequest) ProtoMessage() {}
 
 func (x *GetGrantRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[55]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[58]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3359,7 +3535,7 @@ func (x *GetGrantRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetGrantRequest.ProtoReflect.Descriptor instead.
 func (*GetGrantRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{55}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{58}
 }
 
 func (x *GetGrantRequest) GetTenantId() string {
@@ -3385,7 +3561,7 @@ type GetGrantResponse struct {
 
 func (x *GetGrantResponse) Reset() {
 	*x = GetGrantResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[56]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[59]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3397,7 +3573,7 @@ func (x *GetGrantResponse) String() string {
 func (*GetGrantResponse) ProtoMessage() {}
 
 func (x *GetGrantResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[56]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[59]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3410,7 +3586,7 @@ func (x *GetGrantResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetGrantResponse.ProtoReflect.Descriptor instead.
 func (*GetGrantResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{56}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{59}
 }
 
 func (x *GetGrantResponse) GetGrant() *GrantRecord {
@@ -3429,7 +3605,7 @@ type ListGrantsRequest struct {
 
 func (x *ListGrantsRequest) Reset() {
 	*x = ListGrantsRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[57]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[60]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3441,7 +3617,7 @@ func (x *ListGrantsRequest) String() string {
 func (*ListGrantsRequest) ProtoMessage() {}
 
 func (x *ListGrantsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[57]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[60]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3454,7 +3630,7 @@ func (x *ListGrantsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListGrantsRequest.ProtoReflect.Descriptor instead.
 func (*ListGrantsRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{57}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{60}
 }
 
 func (x *ListGrantsRequest) GetTenantId() string {
@@ -3473,7 +3649,7 @@ type ListGrantsResponse struct {
 
 func (x *ListGrantsResponse) Reset() {
 	*x = ListGrantsResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[58]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[61]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3485,7 +3661,7 @@ func (x *ListGrantsResponse) String() string {
 func (*ListGrantsResponse) ProtoMessage() {}
 
 func (x *ListGrantsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[58]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[61]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3498,7 +3674,7 @@ func (x *ListGrantsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListGrantsResponse.ProtoReflect.Descriptor instead.
 func (*ListGrantsResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{58}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{61}
 }
 
 func (x *ListGrantsResponse) GetItems() []*GrantRecord {
@@ -3520,7 +3696,7 @@ type ApproveGrantRequest struct {
 
 func (x *ApproveGrantRequest) Reset() {
 	*x = ApproveGrantRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[59]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[62]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3532,7 +3708,7 @@ func (x *ApproveGrantRequest) String() string {
 func (*ApproveGrantRequest) ProtoMessage() {}
 
 func (x *ApproveGrantRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[59]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[62]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3545,7 +3721,7 @@ func (x *ApproveGrantRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ApproveGrantRequest.ProtoReflect.Descriptor instead.
 func (*ApproveGrantRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{59}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{62}
 }
 
 func (x *ApproveGrantRequest) GetTenantId() string {
@@ -3585,7 +3761,7 @@ type ApproveGrantResponse struct {
 
 func (x *ApproveGrantResponse) Reset() {
 	*x = ApproveGrantResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[60]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[63]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3597,7 +3773,7 @@ func (x *ApproveGrantResponse) String() string {
 func (*ApproveGrantResponse) ProtoMessage() {}
 
 func (x *ApproveGrantResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[60]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[63]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3610,7 +3786,7 @@ func (x *ApproveGrantResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ApproveGrantResponse.ProtoReflect.Descriptor instead.
 func (*ApproveGrantResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{60}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{63}
 }
 
 func (x *ApproveGrantResponse) GetGrant() *GrantRecord {
@@ -3636,7 +3812,7 @@ type Workflow struct {
 
 func (x *Workflow) Reset() {
 	*x = Workflow{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[61]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[64]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3648,7 +3824,7 @@ func (x *Workflow) String() string {
 func (*Workflow) ProtoMessage() {}
 
 func (x *Workflow) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[61]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[64]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3661,7 +3837,7 @@ func (x *Workflow) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Workflow.ProtoReflect.Descriptor instead.
 func (*Workflow) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{61}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{64}
 }
 
 func (x *Workflow) GetId() string {
@@ -3732,7 +3908,7 @@ type Step struct {
 
 func (x *Step) Reset() {
 	*x = Step{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[62]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[65]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3744,7 +3920,7 @@ func (x *Step) String() string {
 func (*Step) ProtoMessage() {}
 
 func (x *Step) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[62]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[65]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3757,7 +3933,7 @@ func (x *Step) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Step.ProtoReflect.Descriptor instead.
 func (*Step) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{62}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{65}
 }
 
 func (x *Step) GetId() string {
@@ -3822,7 +3998,7 @@ type StartWorkflowRequest struct {
 
 func (x *StartWorkflowRequest) Reset() {
 	*x = StartWorkflowRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[63]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[66]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3834,7 +4010,7 @@ func (x *StartWorkflowRequest) String() string {
 func (*StartWorkflowRequest) ProtoMessage() {}
 
 func (x *StartWorkflowRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[63]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[66]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3847,7 +4023,7 @@ func (x *StartWorkflowRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartWorkflowRequest.ProtoReflect.Descriptor instead.
 func (*StartWorkflowRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{63}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{66}
 }
 
 func (x *StartWorkflowRequest) GetTenantId() string {
@@ -3880,7 +4056,7 @@ type StartWorkflowResponse struct {
 
 func (x *StartWorkflowResponse) Reset() {
 	*x = StartWorkflowResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[64]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[67]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3892,7 +4068,7 @@ func (x *StartWorkflowResponse) String() string {
 func (*StartWorkflowResponse) ProtoMessage() {}
 
 func (x *StartWorkflowResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[64]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[67]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3905,7 +4081,7 @@ func (x *StartWorkflowResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use StartWorkflowResponse.ProtoReflect.Descriptor instead.
 func (*StartWorkflowResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{64}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{67}
 }
 
 func (x *StartWorkflowResponse) GetWorkflowId() string {
@@ -3925,7 +4101,7 @@ type CancelWorkflowRequest struct {
 
 func (x *CancelWorkflowRequest) Reset() {
 	*x = CancelWorkflowRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[65]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[68]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3937,7 +4113,7 @@ func (x *CancelWorkflowRequest) String() string {
 func (*CancelWorkflowRequest) ProtoMessage() {}
 
 func (x *CancelWorkflowRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[65]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[68]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -3950,7 +4126,7 @@ func (x *CancelWorkflowRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelWorkflowRequest.ProtoReflect.Descriptor instead.
 func (*CancelWorkflowRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{65}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{68}
 }
 
 func (x *CancelWorkflowRequest) GetTenantId() string {
@@ -3975,7 +4151,7 @@ type CancelWorkflowResponse struct {
 
 func (x *CancelWorkflowResponse) Reset() {
 	*x = CancelWorkflowResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[66]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[69]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -3987,7 +4163,7 @@ func (x *CancelWorkflowResponse) String() string {
 func (*CancelWorkflowResponse) ProtoMessage() {}
 
 func (x *CancelWorkflowResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[66]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[69]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4000,7 +4176,7 @@ func (x *CancelWorkflowResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use CancelWorkflowResponse.ProtoReflect.Descriptor instead.
 func (*CancelWorkflowResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{66}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{69}
 }
 
 type GetWorkflowRequest struct {
@@ -4013,7 +4189,7 @@ type GetWorkflowRequest struct {
 
 func (x *GetWorkflowRequest) Reset() {
 	*x = GetWorkflowRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[67]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[70]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4025,7 +4201,7 @@ func (x *GetWorkflowRequest) String() string {
 func (*GetWorkflowRequest) ProtoMessage() {}
 
 func (x *GetWorkflowRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[67]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[70]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4038,7 +4214,7 @@ func (x *GetWorkflowRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetWorkflowRequest.ProtoReflect.Descriptor instead.
 func (*GetWorkflowRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{67}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{70}
 }
 
 func (x *GetWorkflowRequest) GetTenantId() string {
@@ -4064,7 +4240,7 @@ type GetWorkflowResponse struct {
 
 func (x *GetWorkflowResponse) Reset() {
 	*x = GetWorkflowResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[68]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[71]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4076,7 +4252,7 @@ func (x *GetWorkflowResponse) String() string {
 func (*GetWorkflowResponse) ProtoMessage() {}
 
 func (x *GetWorkflowResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[68]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[71]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4089,7 +4265,7 @@ func (x *GetWorkflowResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use GetWorkflowResponse.ProtoReflect.Descriptor instead.
 func (*GetWorkflowResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{68}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{71}
 }
 
 func (x *GetWorkflowResponse) GetWorkflow() *Workflow {
@@ -4108,7 +4284,7 @@ type ListWorkflowsRequest struct {
 
 func (x *ListWorkflowsRequest) Reset() {
 	*x = ListWorkflowsRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[69]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[72]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4120,7 +4296,7 @@ func (x *ListWorkflowsRequest) String() string {
 func (*ListWorkflowsRequest) ProtoMessage() {}
 
 func (x *ListWorkflowsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[69]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[72]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4133,7 +4309,7 @@ func (x *ListWorkflowsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListWorkflowsRequest.ProtoReflect.Descriptor instead.
 func (*ListWorkflowsRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{69}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{72}
 }
 
 func (x *ListWorkflowsRequest) GetTenantId() string {
@@ -4152,7 +4328,7 @@ type ListWorkflowsResponse struct {
 
 func (x *ListWorkflowsResponse) Reset() {
 	*x = ListWorkflowsResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[70]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[73]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4164,7 +4340,7 @@ func (x *ListWorkflowsResponse) String() string {
 func (*ListWorkflowsResponse) ProtoMessage() {}
 
 func (x *ListWorkflowsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[70]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[73]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4177,7 +4353,7 @@ func (x *ListWorkflowsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListWorkflowsResponse.ProtoReflect.Descriptor instead.
 func (*ListWorkflowsResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{70}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{73}
 }
 
 func (x *ListWorkflowsResponse) GetItems() []*Workflow {
@@ -4200,7 +4376,7 @@ type ImportArtifactRequest struct {
 
 func (x *ImportArtifactRequest) Reset() {
 	*x = ImportArtifactRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[71]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[74]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4212,7 +4388,7 @@ func (x *ImportArtifactRequest) String() string {
 func (*ImportArtifactRequest) ProtoMessage() {}
 
 func (x *ImportArtifactRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[71]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[74]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4225,7 +4401,7 @@ func (x *ImportArtifactRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportArtifactRequest.ProtoReflect.Descriptor instead.
 func (*ImportArtifactRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{71}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{74}
 }
 
 func (x *ImportArtifactRequest) GetPart() isImportArtifactRequest_Part {
@@ -4282,7 +4458,7 @@ type ImportHeader struct {
 
 func (x *ImportHeader) Reset() {
 	*x = ImportHeader{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[72]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[75]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4294,7 +4470,7 @@ func (x *ImportHeader) String() string {
 func (*ImportHeader) ProtoMessage() {}
 
 func (x *ImportHeader) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[72]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[75]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4307,7 +4483,7 @@ func (x *ImportHeader) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportHeader.ProtoReflect.Descriptor instead.
 func (*ImportHeader) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{72}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{75}
 }
 
 func (x *ImportHeader) GetTenantId() string {
@@ -4353,7 +4529,7 @@ type Artifact struct {
 
 func (x *Artifact) Reset() {
 	*x = Artifact{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[73]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[76]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4365,7 +4541,7 @@ func (x *Artifact) String() string {
 func (*Artifact) ProtoMessage() {}
 
 func (x *Artifact) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[73]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[76]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4378,7 +4554,7 @@ func (x *Artifact) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Artifact.ProtoReflect.Descriptor instead.
 func (*Artifact) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{73}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{76}
 }
 
 func (x *Artifact) GetName() string {
@@ -4439,7 +4615,7 @@ type ImportArtifactResponse struct {
 
 func (x *ImportArtifactResponse) Reset() {
 	*x = ImportArtifactResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[74]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[77]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4451,7 +4627,7 @@ func (x *ImportArtifactResponse) String() string {
 func (*ImportArtifactResponse) ProtoMessage() {}
 
 func (x *ImportArtifactResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[74]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[77]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4464,7 +4640,7 @@ func (x *ImportArtifactResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ImportArtifactResponse.ProtoReflect.Descriptor instead.
 func (*ImportArtifactResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{74}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{77}
 }
 
 func (x *ImportArtifactResponse) GetArtifact() *Artifact {
@@ -4483,7 +4659,7 @@ type ListArtifactsRequest struct {
 
 func (x *ListArtifactsRequest) Reset() {
 	*x = ListArtifactsRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[75]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[78]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4495,7 +4671,7 @@ func (x *ListArtifactsRequest) String() string {
 func (*ListArtifactsRequest) ProtoMessage() {}
 
 func (x *ListArtifactsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[75]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[78]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4508,7 +4684,7 @@ func (x *ListArtifactsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListArtifactsRequest.ProtoReflect.Descriptor instead.
 func (*ListArtifactsRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{75}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{78}
 }
 
 func (x *ListArtifactsRequest) GetTenantId() string {
@@ -4527,7 +4703,7 @@ type ListArtifactsResponse struct {
 
 func (x *ListArtifactsResponse) Reset() {
 	*x = ListArtifactsResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[76]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[79]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4539,7 +4715,7 @@ func (x *ListArtifactsResponse) String() string {
 func (*ListArtifactsResponse) ProtoMessage() {}
 
 func (x *ListArtifactsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[76]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[79]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4552,7 +4728,7 @@ func (x *ListArtifactsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListArtifactsResponse.ProtoReflect.Descriptor instead.
 func (*ListArtifactsResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{76}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{79}
 }
 
 func (x *ListArtifactsResponse) GetItems() []*Artifact {
@@ -4576,7 +4752,7 @@ type EventRecord struct {
 
 func (x *EventRecord) Reset() {
 	*x = EventRecord{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[77]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[80]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4588,7 +4764,7 @@ func (x *EventRecord) String() string {
 func (*EventRecord) ProtoMessage() {}
 
 func (x *EventRecord) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[77]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[80]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4601,7 +4777,7 @@ func (x *EventRecord) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use EventRecord.ProtoReflect.Descriptor instead.
 func (*EventRecord) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{77}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{80}
 }
 
 func (x *EventRecord) GetAtMs() int64 {
@@ -4659,7 +4835,7 @@ type ListEventsRequest struct {
 
 func (x *ListEventsRequest) Reset() {
 	*x = ListEventsRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[78]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[81]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4671,7 +4847,7 @@ func (x *ListEventsRequest) String() string {
 func (*ListEventsRequest) ProtoMessage() {}
 
 func (x *ListEventsRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[78]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[81]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4684,7 +4860,7 @@ func (x *ListEventsRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListEventsRequest.ProtoReflect.Descriptor instead.
 func (*ListEventsRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{78}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{81}
 }
 
 func (x *ListEventsRequest) GetTenantId() string {
@@ -4717,7 +4893,7 @@ type ListEventsResponse struct {
 
 func (x *ListEventsResponse) Reset() {
 	*x = ListEventsResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[79]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[82]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4729,7 +4905,7 @@ func (x *ListEventsResponse) String() string {
 func (*ListEventsResponse) ProtoMessage() {}
 
 func (x *ListEventsResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[79]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[82]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4742,7 +4918,7 @@ func (x *ListEventsResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListEventsResponse.ProtoReflect.Descriptor instead.
 func (*ListEventsResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{79}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{82}
 }
 
 func (x *ListEventsResponse) GetItems() []*EventRecord {
@@ -4770,7 +4946,7 @@ type Driver struct {
 
 func (x *Driver) Reset() {
 	*x = Driver{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[80]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[83]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4782,7 +4958,7 @@ func (x *Driver) String() string {
 func (*Driver) ProtoMessage() {}
 
 func (x *Driver) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[80]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[83]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4795,7 +4971,7 @@ func (x *Driver) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Driver.ProtoReflect.Descriptor instead.
 func (*Driver) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{80}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{83}
 }
 
 func (x *Driver) GetId() string {
@@ -4851,7 +5027,7 @@ type ListDriversRequest struct {
 
 func (x *ListDriversRequest) Reset() {
 	*x = ListDriversRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[81]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[84]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4863,7 +5039,7 @@ func (x *ListDriversRequest) String() string {
 func (*ListDriversRequest) ProtoMessage() {}
 
 func (x *ListDriversRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[81]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[84]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4876,7 +5052,7 @@ func (x *ListDriversRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListDriversRequest.ProtoReflect.Descriptor instead.
 func (*ListDriversRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{81}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{84}
 }
 
 func (x *ListDriversRequest) GetTenantId() string {
@@ -4903,7 +5079,7 @@ type ListDriversResponse struct {
 
 func (x *ListDriversResponse) Reset() {
 	*x = ListDriversResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[82]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[85]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4915,7 +5091,7 @@ func (x *ListDriversResponse) String() string {
 func (*ListDriversResponse) ProtoMessage() {}
 
 func (x *ListDriversResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[82]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[85]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4928,7 +5104,7 @@ func (x *ListDriversResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListDriversResponse.ProtoReflect.Descriptor instead.
 func (*ListDriversResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{82}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{85}
 }
 
 func (x *ListDriversResponse) GetItems() []*Driver {
@@ -4951,7 +5127,7 @@ type PlacementRequest struct {
 
 func (x *PlacementRequest) Reset() {
 	*x = PlacementRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[83]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[86]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -4963,7 +5139,7 @@ func (x *PlacementRequest) String() string {
 func (*PlacementRequest) ProtoMessage() {}
 
 func (x *PlacementRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[83]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[86]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -4976,7 +5152,7 @@ func (x *PlacementRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlacementRequest.ProtoReflect.Descriptor instead.
 func (*PlacementRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{83}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{86}
 }
 
 func (x *PlacementRequest) GetTenantId() string {
@@ -5016,7 +5192,7 @@ type PlacementCandidate struct {
 
 func (x *PlacementCandidate) Reset() {
 	*x = PlacementCandidate{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[84]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[87]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5028,7 +5204,7 @@ func (x *PlacementCandidate) String() string {
 func (*PlacementCandidate) ProtoMessage() {}
 
 func (x *PlacementCandidate) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[84]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[87]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5041,7 +5217,7 @@ func (x *PlacementCandidate) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlacementCandidate.ProtoReflect.Descriptor instead.
 func (*PlacementCandidate) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{84}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{87}
 }
 
 func (x *PlacementCandidate) GetAgentId() string {
@@ -5096,7 +5272,7 @@ type PlacementResponse struct {
 
 func (x *PlacementResponse) Reset() {
 	*x = PlacementResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[85]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[88]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5108,7 +5284,7 @@ func (x *PlacementResponse) String() string {
 func (*PlacementResponse) ProtoMessage() {}
 
 func (x *PlacementResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[85]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[88]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5121,7 +5297,7 @@ func (x *PlacementResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use PlacementResponse.ProtoReflect.Descriptor instead.
 func (*PlacementResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{85}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{88}
 }
 
 func (x *PlacementResponse) GetItems() []*PlacementCandidate {
@@ -5151,7 +5327,7 @@ type Instance struct {
 
 func (x *Instance) Reset() {
 	*x = Instance{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[86]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[89]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5163,7 +5339,7 @@ func (x *Instance) String() string {
 func (*Instance) ProtoMessage() {}
 
 func (x *Instance) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[86]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[89]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5176,7 +5352,7 @@ func (x *Instance) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use Instance.ProtoReflect.Descriptor instead.
 func (*Instance) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{86}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{89}
 }
 
 func (x *Instance) GetId() string {
@@ -5256,7 +5432,7 @@ type ApplyInstanceRequest struct {
 
 func (x *ApplyInstanceRequest) Reset() {
 	*x = ApplyInstanceRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[87]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[90]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5268,7 +5444,7 @@ func (x *ApplyInstanceRequest) String() string {
 func (*ApplyInstanceRequest) ProtoMessage() {}
 
 func (x *ApplyInstanceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[87]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[90]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5281,7 +5457,7 @@ func (x *ApplyInstanceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ApplyInstanceRequest.ProtoReflect.Descriptor instead.
 func (*ApplyInstanceRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{87}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{90}
 }
 
 func (x *ApplyInstanceRequest) GetTenantId() string {
@@ -5328,7 +5504,7 @@ type ApplyInstanceResponse struct {
 
 func (x *ApplyInstanceResponse) Reset() {
 	*x = ApplyInstanceResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[88]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[91]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5340,7 +5516,7 @@ func (x *ApplyInstanceResponse) String() string {
 func (*ApplyInstanceResponse) ProtoMessage() {}
 
 func (x *ApplyInstanceResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[88]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[91]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5353,7 +5529,7 @@ func (x *ApplyInstanceResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ApplyInstanceResponse.ProtoReflect.Descriptor instead.
 func (*ApplyInstanceResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{88}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{91}
 }
 
 func (x *ApplyInstanceResponse) GetInstance() *Instance {
@@ -5374,7 +5550,7 @@ type ListInstancesRequest struct {
 
 func (x *ListInstancesRequest) Reset() {
 	*x = ListInstancesRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[89]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[92]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5386,7 +5562,7 @@ func (x *ListInstancesRequest) String() string {
 func (*ListInstancesRequest) ProtoMessage() {}
 
 func (x *ListInstancesRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[89]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[92]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5399,7 +5575,7 @@ func (x *ListInstancesRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListInstancesRequest.ProtoReflect.Descriptor instead.
 func (*ListInstancesRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{89}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{92}
 }
 
 func (x *ListInstancesRequest) GetTenantId() string {
@@ -5425,7 +5601,7 @@ type ListInstancesResponse struct {
 
 func (x *ListInstancesResponse) Reset() {
 	*x = ListInstancesResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[90]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[93]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5437,7 +5613,7 @@ func (x *ListInstancesResponse) String() string {
 func (*ListInstancesResponse) ProtoMessage() {}
 
 func (x *ListInstancesResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[90]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[93]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5450,7 +5626,7 @@ func (x *ListInstancesResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use ListInstancesResponse.ProtoReflect.Descriptor instead.
 func (*ListInstancesResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{90}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{93}
 }
 
 func (x *ListInstancesResponse) GetItems() []*Instance {
@@ -5472,7 +5648,7 @@ type RemoveInstanceRequest struct {
 
 func (x *RemoveInstanceRequest) Reset() {
 	*x = RemoveInstanceRequest{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[91]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[94]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5484,7 +5660,7 @@ func (x *RemoveInstanceRequest) String() string {
 func (*RemoveInstanceRequest) ProtoMessage() {}
 
 func (x *RemoveInstanceRequest) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[91]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[94]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5497,7 +5673,7 @@ func (x *RemoveInstanceRequest) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveInstanceRequest.ProtoReflect.Descriptor instead.
 func (*RemoveInstanceRequest) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{91}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{94}
 }
 
 func (x *RemoveInstanceRequest) GetTenantId() string {
@@ -5529,7 +5705,7 @@ type RemoveInstanceResponse struct {
 
 func (x *RemoveInstanceResponse) Reset() {
 	*x = RemoveInstanceResponse{}
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[92]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[95]
 	ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 	ms.StoreMessageInfo(mi)
 }
@@ -5541,7 +5717,7 @@ func (x *RemoveInstanceResponse) String() string {
 func (*RemoveInstanceResponse) ProtoMessage() {}
 
 func (x *RemoveInstanceResponse) ProtoReflect() protoreflect.Message {
-	mi := &file_appliance_api_computev1_compute_proto_msgTypes[92]
+	mi := &file_appliance_api_computev1_compute_proto_msgTypes[95]
 	if x != nil {
 		ms := protoimpl.X.MessageStateOf(protoimpl.Pointer(x))
 		if ms.LoadMessageInfo() == nil {
@@ -5554,7 +5730,7 @@ func (x *RemoveInstanceResponse) ProtoReflect() protoreflect.Message {
 
 // Deprecated: Use RemoveInstanceResponse.ProtoReflect.Descriptor instead.
 func (*RemoveInstanceResponse) Descriptor() ([]byte, []int) {
-	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{92}
+	return file_appliance_api_computev1_compute_proto_rawDescGZIP(), []int{95}
 }
 
 var File_appliance_api_computev1_compute_proto protoreflect.FileDescriptor
@@ -5562,7 +5738,7 @@ var File_appliance_api_computev1_compute_proto protoreflect.FileDescriptor
 const file_appliance_api_computev1_compute_proto_rawDesc = "" +
 	"\n" +
 	"%appliance/api/computev1/compute.proto\x12\n" +
-	"compute.v1\x1a\x1cgoogle/protobuf/struct.proto\">\n" +
+	"compute.v1\x1a'appliance/api/computev1/discovery.proto\x1a\x1cgoogle/protobuf/struct.proto\">\n" +
 	"\n" +
 	"BmcAddress\x12\x16\n" +
 	"\x06driver\x18\x01 \x01(\tR\x06driver\x12\x18\n" +
@@ -5632,13 +5808,21 @@ const file_appliance_api_computev1_compute_proto_rawDesc = "" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x14\n" +
 	"\x05value\x18\x03 \x01(\fR\x05value\"%\n" +
 	"\x11PutSecretResponse\x12\x10\n" +
-	"\x03ref\x18\x01 \x01(\tR\x03ref\"\xb8\x01\n" +
+	"\x03ref\x18\x01 \x01(\tR\x03ref\"a\n" +
+	"\x10SetLoaderRequest\x12\x1b\n" +
+	"\ttenant_id\x18\x01 \x01(\tR\btenantId\x12\x18\n" +
+	"\amachine\x18\x02 \x01(\tR\amachine\x12\x16\n" +
+	"\x06loader\x18\x03 \x01(\tR\x06loader\"B\n" +
+	"\x11SetLoaderResponse\x12-\n" +
+	"\amachine\x18\x01 \x01(\v2\x13.compute.v1.MachineR\amachine\"C\n" +
+	"\x12ConfirmMacResponse\x12-\n" +
+	"\amachine\x18\x01 \x01(\v2\x13.compute.v1.MachineR\amachine\"\xb8\x01\n" +
 	"\x03Bmc\x12\x16\n" +
 	"\x06driver\x18\x01 \x01(\tR\x06driver\x12\x18\n" +
 	"\aaddress\x18\x02 \x01(\tR\aaddress\x12'\n" +
 	"\x0fcredentials_ref\x18\x03 \x01(\tR\x0ecredentialsRef\x12&\n" +
 	"\x0ftls_spki_sha256\x18\x04 \x01(\tR\rtlsSpkiSha256\x12.\n" +
-	"\x13driver_options_json\x18\x05 \x01(\tR\x11driverOptionsJson\"\xb5\x04\n" +
+	"\x13driver_options_json\x18\x05 \x01(\tR\x11driverOptionsJson\"\xe7\x04\n" +
 	"\aMachine\x12\x0e\n" +
 	"\x02id\x18\x01 \x01(\tR\x02id\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x17\n" +
@@ -5657,14 +5841,16 @@ const file_appliance_api_computev1_compute_proto_rawDesc = "" +
 	"\x10hardware_profile\x18\r \x01(\tR\x0fhardwareProfile\x12\x1c\n" +
 	"\tprotected\x18\x0e \x01(\bR\tprotected\x12\x1f\n" +
 	"\vpower_asked\x18\x0f \x01(\tR\n" +
-	"powerAsked\x1aU\n" +
+	"powerAsked\x12\x16\n" +
+	"\x06loader\x18\x10 \x01(\tR\x06loader\x12\x18\n" +
+	"\anetboot\x18\x11 \x01(\tR\anetboot\x1aU\n" +
 	"\fDriversEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12/\n" +
 	"\x05value\x18\x02 \x01(\v2\x19.compute.v1.DriverBindingR\x05value:\x028\x01\"H\n" +
 	"\rDriverBinding\x12\x16\n" +
 	"\x06driver\x18\x01 \x01(\tR\x06driver\x12\x1f\n" +
 	"\vconfig_json\x18\x02 \x01(\tR\n" +
-	"configJson\"\x80\x03\n" +
+	"configJson\"\x98\x03\n" +
 	"\x14EnrollMachineRequest\x12\x1b\n" +
 	"\ttenant_id\x18\x01 \x01(\tR\btenantId\x12\x12\n" +
 	"\x04name\x18\x02 \x01(\tR\x04name\x12\x12\n" +
@@ -5673,7 +5859,8 @@ const file_appliance_api_computev1_compute_proto_rawDesc = "" +
 	"\x04macs\x18\x05 \x03(\tR\x04macs\x12!\n" +
 	"\fproduct_uuid\x18\x06 \x01(\tR\vproductUuid\x12)\n" +
 	"\x10hardware_profile\x18\a \x01(\tR\x0fhardwareProfile\x12G\n" +
-	"\adrivers\x18\b \x03(\v2-.compute.v1.EnrollMachineRequest.DriversEntryR\adrivers\x1aU\n" +
+	"\adrivers\x18\b \x03(\v2-.compute.v1.EnrollMachineRequest.DriversEntryR\adrivers\x12\x16\n" +
+	"\x06loader\x18\t \x01(\tR\x06loader\x1aU\n" +
 	"\fDriversEntry\x12\x10\n" +
 	"\x03key\x18\x01 \x01(\tR\x03key\x12/\n" +
 	"\x05value\x18\x02 \x01(\v2\x19.compute.v1.DriverBindingR\x05value:\x028\x01\"F\n" +
@@ -5967,17 +6154,22 @@ const file_appliance_api_computev1_compute_proto_rawDesc = "" +
 	"\ttenant_id\x18\x01 \x01(\tR\btenantId\x12\x1a\n" +
 	"\binstance\x18\x02 \x01(\tR\binstance\x12\x18\n" +
 	"\amachine\x18\x03 \x01(\tR\amachine\"\x18\n" +
-	"\x16RemoveInstanceResponse2\xb0\x02\n" +
+	"\x16RemoveInstanceResponse2\xca\x03\n" +
 	"\vSiteService\x12>\n" +
 	"\x03Add\x12\x1a.compute.v1.AddSiteRequest\x1a\x1b.compute.v1.AddSiteResponse\x12C\n" +
 	"\x04List\x12\x1c.compute.v1.ListSitesRequest\x1a\x1d.compute.v1.ListSitesResponse\x12R\n" +
 	"\tHttpProxy\x12 .compute.v1.SiteHttpProxyRequest\x1a!.compute.v1.SiteHttpProxyResponse0\x01\x12H\n" +
-	"\tForgetBmc\x12\x1c.compute.v1.ForgetBmcRequest\x1a\x1d.compute.v1.ForgetBmcResponse2\x92\x01\n" +
+	"\tForgetBmc\x12\x1c.compute.v1.ForgetBmcRequest\x1a\x1d.compute.v1.ForgetBmcResponse\x12K\n" +
+	"\n" +
+	"SetUnknown\x12\x1d.compute.v1.SetUnknownRequest\x1a\x1e.compute.v1.SetUnknownResponse\x12K\n" +
+	"\n" +
+	"GetUnknown\x12\x1d.compute.v1.GetUnknownRequest\x1a\x1e.compute.v1.GetUnknownResponse2\x92\x01\n" +
 	"\vPoolService\x12>\n" +
 	"\x03Add\x12\x1a.compute.v1.AddPoolRequest\x1a\x1b.compute.v1.AddPoolResponse\x12C\n" +
 	"\x04List\x12\x1c.compute.v1.ListPoolsRequest\x1a\x1d.compute.v1.ListPoolsResponse2S\n" +
 	"\rSecretService\x12B\n" +
-	"\x03Put\x12\x1c.compute.v1.PutSecretRequest\x1a\x1d.compute.v1.PutSecretResponse2\xaf\b\n" +
+	"\x03Put\x12\x1c.compute.v1.PutSecretRequest\x1a\x1d.compute.v1.PutSecretResponse2\xda\n" +
+	"\n" +
 	"\fMetalService\x12M\n" +
 	"\x06Enroll\x12 .compute.v1.EnrollMachineRequest\x1a!.compute.v1.EnrollMachineResponse\x12I\n" +
 	"\x04List\x12\x1f.compute.v1.ListMachinesRequest\x1a .compute.v1.ListMachinesResponse\x12D\n" +
@@ -5993,7 +6185,12 @@ const file_appliance_api_computev1_compute_proto_rawDesc = "" +
 	"\x11RotateCredentials\x12$.compute.v1.RotateCredentialsRequest\x1a%.compute.v1.RotateCredentialsResponse\x12H\n" +
 	"\tRebindBmc\x12\x1c.compute.v1.RebindBmcRequest\x1a\x1d.compute.v1.RebindBmcResponse\x12Q\n" +
 	"\fConfirmPower\x12\x1f.compute.v1.ConfirmPowerRequest\x1a .compute.v1.ConfirmPowerResponse\x12F\n" +
-	"\aConsole\x12\x1a.compute.v1.ConsoleRequest\x1a\x1b.compute.v1.ConsoleResponse(\x010\x012\xb3\x02\n" +
+	"\aConsole\x12\x1a.compute.v1.ConsoleRequest\x1a\x1b.compute.v1.ConsoleResponse(\x010\x01\x12H\n" +
+	"\tListFound\x12\x1c.compute.v1.ListFoundRequest\x1a\x1d.compute.v1.ListFoundResponse\x12K\n" +
+	"\n" +
+	"ConfirmMac\x12\x1d.compute.v1.ConfirmMacRequest\x1a\x1e.compute.v1.ConfirmMacResponse\x12H\n" +
+	"\tRejectMac\x12\x1c.compute.v1.RejectMacRequest\x1a\x1d.compute.v1.RejectMacResponse\x12H\n" +
+	"\tSetLoader\x12\x1c.compute.v1.SetLoaderRequest\x1a\x1d.compute.v1.SetLoaderResponse2\xb3\x02\n" +
 	"\fGrantService\x12L\n" +
 	"\aPropose\x12\x1f.compute.v1.ProposeGrantRequest\x1a .compute.v1.ProposeGrantResponse\x12@\n" +
 	"\x03Get\x12\x1b.compute.v1.GetGrantRequest\x1a\x1c.compute.v1.GetGrantResponse\x12E\n" +
@@ -6030,7 +6227,7 @@ func file_appliance_api_computev1_compute_proto_rawDescGZIP() []byte {
 	return file_appliance_api_computev1_compute_proto_rawDescData
 }
 
-var file_appliance_api_computev1_compute_proto_msgTypes = make([]protoimpl.MessageInfo, 98)
+var file_appliance_api_computev1_compute_proto_msgTypes = make([]protoimpl.MessageInfo, 101)
 var file_appliance_api_computev1_compute_proto_goTypes = []any{
 	(*BmcAddress)(nil),                // 0: compute.v1.BmcAddress
 	(*ForgetBmcRequest)(nil),          // 1: compute.v1.ForgetBmcRequest
@@ -6051,208 +6248,234 @@ var file_appliance_api_computev1_compute_proto_goTypes = []any{
 	(*ListPoolsResponse)(nil),         // 16: compute.v1.ListPoolsResponse
 	(*PutSecretRequest)(nil),          // 17: compute.v1.PutSecretRequest
 	(*PutSecretResponse)(nil),         // 18: compute.v1.PutSecretResponse
-	(*Bmc)(nil),                       // 19: compute.v1.Bmc
-	(*Machine)(nil),                   // 20: compute.v1.Machine
-	(*DriverBinding)(nil),             // 21: compute.v1.DriverBinding
-	(*EnrollMachineRequest)(nil),      // 22: compute.v1.EnrollMachineRequest
-	(*EnrollMachineResponse)(nil),     // 23: compute.v1.EnrollMachineResponse
-	(*ListMachinesRequest)(nil),       // 24: compute.v1.ListMachinesRequest
-	(*ListMachinesResponse)(nil),      // 25: compute.v1.ListMachinesResponse
-	(*GetMachineRequest)(nil),         // 26: compute.v1.GetMachineRequest
-	(*GetMachineResponse)(nil),        // 27: compute.v1.GetMachineResponse
-	(*GetPowerRequest)(nil),           // 28: compute.v1.GetPowerRequest
-	(*GetPowerResponse)(nil),          // 29: compute.v1.GetPowerResponse
-	(*SetPowerRequest)(nil),           // 30: compute.v1.SetPowerRequest
-	(*SetPowerResponse)(nil),          // 31: compute.v1.SetPowerResponse
-	(*SetBootDeviceRequest)(nil),      // 32: compute.v1.SetBootDeviceRequest
-	(*SetBootDeviceResponse)(nil),     // 33: compute.v1.SetBootDeviceResponse
-	(*InspectRequest)(nil),            // 34: compute.v1.InspectRequest
-	(*InspectResponse)(nil),           // 35: compute.v1.InspectResponse
-	(*DeployRequest)(nil),             // 36: compute.v1.DeployRequest
-	(*DeployResponse)(nil),            // 37: compute.v1.DeployResponse
-	(*OperateRequest)(nil),            // 38: compute.v1.OperateRequest
-	(*OperateResponse)(nil),           // 39: compute.v1.OperateResponse
-	(*GetCommandRequest)(nil),         // 40: compute.v1.GetCommandRequest
-	(*GetCommandResponse)(nil),        // 41: compute.v1.GetCommandResponse
-	(*RotateCredentialsRequest)(nil),  // 42: compute.v1.RotateCredentialsRequest
-	(*RotateCredentialsResponse)(nil), // 43: compute.v1.RotateCredentialsResponse
-	(*RebindBmcRequest)(nil),          // 44: compute.v1.RebindBmcRequest
-	(*RebindBmcResponse)(nil),         // 45: compute.v1.RebindBmcResponse
-	(*ConfirmPowerRequest)(nil),       // 46: compute.v1.ConfirmPowerRequest
-	(*ConfirmPowerResponse)(nil),      // 47: compute.v1.ConfirmPowerResponse
-	(*ConsoleRequest)(nil),            // 48: compute.v1.ConsoleRequest
-	(*ConsoleOpen)(nil),               // 49: compute.v1.ConsoleOpen
-	(*ConsoleResponse)(nil),           // 50: compute.v1.ConsoleResponse
-	(*GrantRecord)(nil),               // 51: compute.v1.GrantRecord
-	(*GrantedOperation)(nil),          // 52: compute.v1.GrantedOperation
-	(*ProposeGrantRequest)(nil),       // 53: compute.v1.ProposeGrantRequest
-	(*ProposeGrantResponse)(nil),      // 54: compute.v1.ProposeGrantResponse
-	(*GetGrantRequest)(nil),           // 55: compute.v1.GetGrantRequest
-	(*GetGrantResponse)(nil),          // 56: compute.v1.GetGrantResponse
-	(*ListGrantsRequest)(nil),         // 57: compute.v1.ListGrantsRequest
-	(*ListGrantsResponse)(nil),        // 58: compute.v1.ListGrantsResponse
-	(*ApproveGrantRequest)(nil),       // 59: compute.v1.ApproveGrantRequest
-	(*ApproveGrantResponse)(nil),      // 60: compute.v1.ApproveGrantResponse
-	(*Workflow)(nil),                  // 61: compute.v1.Workflow
-	(*Step)(nil),                      // 62: compute.v1.Step
-	(*StartWorkflowRequest)(nil),      // 63: compute.v1.StartWorkflowRequest
-	(*StartWorkflowResponse)(nil),     // 64: compute.v1.StartWorkflowResponse
-	(*CancelWorkflowRequest)(nil),     // 65: compute.v1.CancelWorkflowRequest
-	(*CancelWorkflowResponse)(nil),    // 66: compute.v1.CancelWorkflowResponse
-	(*GetWorkflowRequest)(nil),        // 67: compute.v1.GetWorkflowRequest
-	(*GetWorkflowResponse)(nil),       // 68: compute.v1.GetWorkflowResponse
-	(*ListWorkflowsRequest)(nil),      // 69: compute.v1.ListWorkflowsRequest
-	(*ListWorkflowsResponse)(nil),     // 70: compute.v1.ListWorkflowsResponse
-	(*ImportArtifactRequest)(nil),     // 71: compute.v1.ImportArtifactRequest
-	(*ImportHeader)(nil),              // 72: compute.v1.ImportHeader
-	(*Artifact)(nil),                  // 73: compute.v1.Artifact
-	(*ImportArtifactResponse)(nil),    // 74: compute.v1.ImportArtifactResponse
-	(*ListArtifactsRequest)(nil),      // 75: compute.v1.ListArtifactsRequest
-	(*ListArtifactsResponse)(nil),     // 76: compute.v1.ListArtifactsResponse
-	(*EventRecord)(nil),               // 77: compute.v1.EventRecord
-	(*ListEventsRequest)(nil),         // 78: compute.v1.ListEventsRequest
-	(*ListEventsResponse)(nil),        // 79: compute.v1.ListEventsResponse
-	(*Driver)(nil),                    // 80: compute.v1.Driver
-	(*ListDriversRequest)(nil),        // 81: compute.v1.ListDriversRequest
-	(*ListDriversResponse)(nil),       // 82: compute.v1.ListDriversResponse
-	(*PlacementRequest)(nil),          // 83: compute.v1.PlacementRequest
-	(*PlacementCandidate)(nil),        // 84: compute.v1.PlacementCandidate
-	(*PlacementResponse)(nil),         // 85: compute.v1.PlacementResponse
-	(*Instance)(nil),                  // 86: compute.v1.Instance
-	(*ApplyInstanceRequest)(nil),      // 87: compute.v1.ApplyInstanceRequest
-	(*ApplyInstanceResponse)(nil),     // 88: compute.v1.ApplyInstanceResponse
-	(*ListInstancesRequest)(nil),      // 89: compute.v1.ListInstancesRequest
-	(*ListInstancesResponse)(nil),     // 90: compute.v1.ListInstancesResponse
-	(*RemoveInstanceRequest)(nil),     // 91: compute.v1.RemoveInstanceRequest
-	(*RemoveInstanceResponse)(nil),    // 92: compute.v1.RemoveInstanceResponse
-	nil,                               // 93: compute.v1.Machine.DriversEntry
-	nil,                               // 94: compute.v1.EnrollMachineRequest.DriversEntry
-	nil,                               // 95: compute.v1.Driver.RetrySafeEntry
-	nil,                               // 96: compute.v1.PlacementRequest.NodeLabelsEntry
-	nil,                               // 97: compute.v1.PlacementCandidate.LabelsEntry
-	(*structpb.ListValue)(nil),        // 98: google.protobuf.ListValue
+	(*SetLoaderRequest)(nil),          // 19: compute.v1.SetLoaderRequest
+	(*SetLoaderResponse)(nil),         // 20: compute.v1.SetLoaderResponse
+	(*ConfirmMacResponse)(nil),        // 21: compute.v1.ConfirmMacResponse
+	(*Bmc)(nil),                       // 22: compute.v1.Bmc
+	(*Machine)(nil),                   // 23: compute.v1.Machine
+	(*DriverBinding)(nil),             // 24: compute.v1.DriverBinding
+	(*EnrollMachineRequest)(nil),      // 25: compute.v1.EnrollMachineRequest
+	(*EnrollMachineResponse)(nil),     // 26: compute.v1.EnrollMachineResponse
+	(*ListMachinesRequest)(nil),       // 27: compute.v1.ListMachinesRequest
+	(*ListMachinesResponse)(nil),      // 28: compute.v1.ListMachinesResponse
+	(*GetMachineRequest)(nil),         // 29: compute.v1.GetMachineRequest
+	(*GetMachineResponse)(nil),        // 30: compute.v1.GetMachineResponse
+	(*GetPowerRequest)(nil),           // 31: compute.v1.GetPowerRequest
+	(*GetPowerResponse)(nil),          // 32: compute.v1.GetPowerResponse
+	(*SetPowerRequest)(nil),           // 33: compute.v1.SetPowerRequest
+	(*SetPowerResponse)(nil),          // 34: compute.v1.SetPowerResponse
+	(*SetBootDeviceRequest)(nil),      // 35: compute.v1.SetBootDeviceRequest
+	(*SetBootDeviceResponse)(nil),     // 36: compute.v1.SetBootDeviceResponse
+	(*InspectRequest)(nil),            // 37: compute.v1.InspectRequest
+	(*InspectResponse)(nil),           // 38: compute.v1.InspectResponse
+	(*DeployRequest)(nil),             // 39: compute.v1.DeployRequest
+	(*DeployResponse)(nil),            // 40: compute.v1.DeployResponse
+	(*OperateRequest)(nil),            // 41: compute.v1.OperateRequest
+	(*OperateResponse)(nil),           // 42: compute.v1.OperateResponse
+	(*GetCommandRequest)(nil),         // 43: compute.v1.GetCommandRequest
+	(*GetCommandResponse)(nil),        // 44: compute.v1.GetCommandResponse
+	(*RotateCredentialsRequest)(nil),  // 45: compute.v1.RotateCredentialsRequest
+	(*RotateCredentialsResponse)(nil), // 46: compute.v1.RotateCredentialsResponse
+	(*RebindBmcRequest)(nil),          // 47: compute.v1.RebindBmcRequest
+	(*RebindBmcResponse)(nil),         // 48: compute.v1.RebindBmcResponse
+	(*ConfirmPowerRequest)(nil),       // 49: compute.v1.ConfirmPowerRequest
+	(*ConfirmPowerResponse)(nil),      // 50: compute.v1.ConfirmPowerResponse
+	(*ConsoleRequest)(nil),            // 51: compute.v1.ConsoleRequest
+	(*ConsoleOpen)(nil),               // 52: compute.v1.ConsoleOpen
+	(*ConsoleResponse)(nil),           // 53: compute.v1.ConsoleResponse
+	(*GrantRecord)(nil),               // 54: compute.v1.GrantRecord
+	(*GrantedOperation)(nil),          // 55: compute.v1.GrantedOperation
+	(*ProposeGrantRequest)(nil),       // 56: compute.v1.ProposeGrantRequest
+	(*ProposeGrantResponse)(nil),      // 57: compute.v1.ProposeGrantResponse
+	(*GetGrantRequest)(nil),           // 58: compute.v1.GetGrantRequest
+	(*GetGrantResponse)(nil),          // 59: compute.v1.GetGrantResponse
+	(*ListGrantsRequest)(nil),         // 60: compute.v1.ListGrantsRequest
+	(*ListGrantsResponse)(nil),        // 61: compute.v1.ListGrantsResponse
+	(*ApproveGrantRequest)(nil),       // 62: compute.v1.ApproveGrantRequest
+	(*ApproveGrantResponse)(nil),      // 63: compute.v1.ApproveGrantResponse
+	(*Workflow)(nil),                  // 64: compute.v1.Workflow
+	(*Step)(nil),                      // 65: compute.v1.Step
+	(*StartWorkflowRequest)(nil),      // 66: compute.v1.StartWorkflowRequest
+	(*StartWorkflowResponse)(nil),     // 67: compute.v1.StartWorkflowResponse
+	(*CancelWorkflowRequest)(nil),     // 68: compute.v1.CancelWorkflowRequest
+	(*CancelWorkflowResponse)(nil),    // 69: compute.v1.CancelWorkflowResponse
+	(*GetWorkflowRequest)(nil),        // 70: compute.v1.GetWorkflowRequest
+	(*GetWorkflowResponse)(nil),       // 71: compute.v1.GetWorkflowResponse
+	(*ListWorkflowsRequest)(nil),      // 72: compute.v1.ListWorkflowsRequest
+	(*ListWorkflowsResponse)(nil),     // 73: compute.v1.ListWorkflowsResponse
+	(*ImportArtifactRequest)(nil),     // 74: compute.v1.ImportArtifactRequest
+	(*ImportHeader)(nil),              // 75: compute.v1.ImportHeader
+	(*Artifact)(nil),                  // 76: compute.v1.Artifact
+	(*ImportArtifactResponse)(nil),    // 77: compute.v1.ImportArtifactResponse
+	(*ListArtifactsRequest)(nil),      // 78: compute.v1.ListArtifactsRequest
+	(*ListArtifactsResponse)(nil),     // 79: compute.v1.ListArtifactsResponse
+	(*EventRecord)(nil),               // 80: compute.v1.EventRecord
+	(*ListEventsRequest)(nil),         // 81: compute.v1.ListEventsRequest
+	(*ListEventsResponse)(nil),        // 82: compute.v1.ListEventsResponse
+	(*Driver)(nil),                    // 83: compute.v1.Driver
+	(*ListDriversRequest)(nil),        // 84: compute.v1.ListDriversRequest
+	(*ListDriversResponse)(nil),       // 85: compute.v1.ListDriversResponse
+	(*PlacementRequest)(nil),          // 86: compute.v1.PlacementRequest
+	(*PlacementCandidate)(nil),        // 87: compute.v1.PlacementCandidate
+	(*PlacementResponse)(nil),         // 88: compute.v1.PlacementResponse
+	(*Instance)(nil),                  // 89: compute.v1.Instance
+	(*ApplyInstanceRequest)(nil),      // 90: compute.v1.ApplyInstanceRequest
+	(*ApplyInstanceResponse)(nil),     // 91: compute.v1.ApplyInstanceResponse
+	(*ListInstancesRequest)(nil),      // 92: compute.v1.ListInstancesRequest
+	(*ListInstancesResponse)(nil),     // 93: compute.v1.ListInstancesResponse
+	(*RemoveInstanceRequest)(nil),     // 94: compute.v1.RemoveInstanceRequest
+	(*RemoveInstanceResponse)(nil),    // 95: compute.v1.RemoveInstanceResponse
+	nil,                               // 96: compute.v1.Machine.DriversEntry
+	nil,                               // 97: compute.v1.EnrollMachineRequest.DriversEntry
+	nil,                               // 98: compute.v1.Driver.RetrySafeEntry
+	nil,                               // 99: compute.v1.PlacementRequest.NodeLabelsEntry
+	nil,                               // 100: compute.v1.PlacementCandidate.LabelsEntry
+	(*structpb.ListValue)(nil),        // 101: google.protobuf.ListValue
+	(*SetUnknownRequest)(nil),         // 102: compute.v1.SetUnknownRequest
+	(*GetUnknownRequest)(nil),         // 103: compute.v1.GetUnknownRequest
+	(*ListFoundRequest)(nil),          // 104: compute.v1.ListFoundRequest
+	(*ConfirmMacRequest)(nil),         // 105: compute.v1.ConfirmMacRequest
+	(*RejectMacRequest)(nil),          // 106: compute.v1.RejectMacRequest
+	(*SetUnknownResponse)(nil),        // 107: compute.v1.SetUnknownResponse
+	(*GetUnknownResponse)(nil),        // 108: compute.v1.GetUnknownResponse
+	(*ListFoundResponse)(nil),         // 109: compute.v1.ListFoundResponse
+	(*RejectMacResponse)(nil),         // 110: compute.v1.RejectMacResponse
 }
 var file_appliance_api_computev1_compute_proto_depIdxs = []int32{
-	0,  // 0: compute.v1.ForgetBmcRequest.bmc:type_name -> compute.v1.BmcAddress
-	3,  // 1: compute.v1.SiteHttpProxyRequest.headers:type_name -> compute.v1.SiteHttpHeader
-	3,  // 2: compute.v1.SiteHttpProxyResponse.headers:type_name -> compute.v1.SiteHttpHeader
-	6,  // 3: compute.v1.AddSiteResponse.site:type_name -> compute.v1.Site
-	6,  // 4: compute.v1.ListSitesResponse.items:type_name -> compute.v1.Site
-	12, // 5: compute.v1.Pool.policy:type_name -> compute.v1.PoolPolicy
-	12, // 6: compute.v1.AddPoolRequest.policy:type_name -> compute.v1.PoolPolicy
-	11, // 7: compute.v1.AddPoolResponse.pool:type_name -> compute.v1.Pool
-	11, // 8: compute.v1.ListPoolsResponse.items:type_name -> compute.v1.Pool
-	19, // 9: compute.v1.Machine.bmc:type_name -> compute.v1.Bmc
-	93, // 10: compute.v1.Machine.drivers:type_name -> compute.v1.Machine.DriversEntry
-	19, // 11: compute.v1.EnrollMachineRequest.bmc:type_name -> compute.v1.Bmc
-	94, // 12: compute.v1.EnrollMachineRequest.drivers:type_name -> compute.v1.EnrollMachineRequest.DriversEntry
-	20, // 13: compute.v1.EnrollMachineResponse.machine:type_name -> compute.v1.Machine
-	20, // 14: compute.v1.ListMachinesResponse.items:type_name -> compute.v1.Machine
-	20, // 15: compute.v1.GetMachineResponse.machine:type_name -> compute.v1.Machine
-	19, // 16: compute.v1.RebindBmcRequest.bmc:type_name -> compute.v1.Bmc
-	49, // 17: compute.v1.ConsoleRequest.open:type_name -> compute.v1.ConsoleOpen
-	52, // 18: compute.v1.ProposeGrantRequest.operations:type_name -> compute.v1.GrantedOperation
-	0,  // 19: compute.v1.ProposeGrantRequest.bmcs:type_name -> compute.v1.BmcAddress
-	51, // 20: compute.v1.ProposeGrantResponse.grant:type_name -> compute.v1.GrantRecord
-	51, // 21: compute.v1.GetGrantResponse.grant:type_name -> compute.v1.GrantRecord
-	51, // 22: compute.v1.ListGrantsResponse.items:type_name -> compute.v1.GrantRecord
-	51, // 23: compute.v1.ApproveGrantResponse.grant:type_name -> compute.v1.GrantRecord
-	62, // 24: compute.v1.Workflow.steps:type_name -> compute.v1.Step
-	61, // 25: compute.v1.GetWorkflowResponse.workflow:type_name -> compute.v1.Workflow
-	61, // 26: compute.v1.ListWorkflowsResponse.items:type_name -> compute.v1.Workflow
-	72, // 27: compute.v1.ImportArtifactRequest.header:type_name -> compute.v1.ImportHeader
-	73, // 28: compute.v1.ImportArtifactResponse.artifact:type_name -> compute.v1.Artifact
-	73, // 29: compute.v1.ListArtifactsResponse.items:type_name -> compute.v1.Artifact
-	77, // 30: compute.v1.ListEventsResponse.items:type_name -> compute.v1.EventRecord
-	95, // 31: compute.v1.Driver.retry_safe:type_name -> compute.v1.Driver.RetrySafeEntry
-	80, // 32: compute.v1.ListDriversResponse.items:type_name -> compute.v1.Driver
-	96, // 33: compute.v1.PlacementRequest.node_labels:type_name -> compute.v1.PlacementRequest.NodeLabelsEntry
-	97, // 34: compute.v1.PlacementCandidate.labels:type_name -> compute.v1.PlacementCandidate.LabelsEntry
-	84, // 35: compute.v1.PlacementResponse.items:type_name -> compute.v1.PlacementCandidate
-	86, // 36: compute.v1.ApplyInstanceResponse.instance:type_name -> compute.v1.Instance
-	86, // 37: compute.v1.ListInstancesResponse.items:type_name -> compute.v1.Instance
-	21, // 38: compute.v1.Machine.DriversEntry.value:type_name -> compute.v1.DriverBinding
-	21, // 39: compute.v1.EnrollMachineRequest.DriversEntry.value:type_name -> compute.v1.DriverBinding
-	98, // 40: compute.v1.Driver.RetrySafeEntry.value:type_name -> google.protobuf.ListValue
-	7,  // 41: compute.v1.SiteService.Add:input_type -> compute.v1.AddSiteRequest
-	9,  // 42: compute.v1.SiteService.List:input_type -> compute.v1.ListSitesRequest
-	4,  // 43: compute.v1.SiteService.HttpProxy:input_type -> compute.v1.SiteHttpProxyRequest
-	1,  // 44: compute.v1.SiteService.ForgetBmc:input_type -> compute.v1.ForgetBmcRequest
-	13, // 45: compute.v1.PoolService.Add:input_type -> compute.v1.AddPoolRequest
-	15, // 46: compute.v1.PoolService.List:input_type -> compute.v1.ListPoolsRequest
-	17, // 47: compute.v1.SecretService.Put:input_type -> compute.v1.PutSecretRequest
-	22, // 48: compute.v1.MetalService.Enroll:input_type -> compute.v1.EnrollMachineRequest
-	24, // 49: compute.v1.MetalService.List:input_type -> compute.v1.ListMachinesRequest
-	26, // 50: compute.v1.MetalService.Get:input_type -> compute.v1.GetMachineRequest
-	28, // 51: compute.v1.MetalService.GetPower:input_type -> compute.v1.GetPowerRequest
-	30, // 52: compute.v1.MetalService.SetPower:input_type -> compute.v1.SetPowerRequest
-	32, // 53: compute.v1.MetalService.SetBootDevice:input_type -> compute.v1.SetBootDeviceRequest
-	34, // 54: compute.v1.MetalService.Inspect:input_type -> compute.v1.InspectRequest
-	36, // 55: compute.v1.MetalService.Deploy:input_type -> compute.v1.DeployRequest
-	38, // 56: compute.v1.MetalService.Operate:input_type -> compute.v1.OperateRequest
-	40, // 57: compute.v1.MetalService.GetCommand:input_type -> compute.v1.GetCommandRequest
-	42, // 58: compute.v1.MetalService.RotateCredentials:input_type -> compute.v1.RotateCredentialsRequest
-	44, // 59: compute.v1.MetalService.RebindBmc:input_type -> compute.v1.RebindBmcRequest
-	46, // 60: compute.v1.MetalService.ConfirmPower:input_type -> compute.v1.ConfirmPowerRequest
-	48, // 61: compute.v1.MetalService.Console:input_type -> compute.v1.ConsoleRequest
-	53, // 62: compute.v1.GrantService.Propose:input_type -> compute.v1.ProposeGrantRequest
-	55, // 63: compute.v1.GrantService.Get:input_type -> compute.v1.GetGrantRequest
-	57, // 64: compute.v1.GrantService.List:input_type -> compute.v1.ListGrantsRequest
-	59, // 65: compute.v1.GrantService.Approve:input_type -> compute.v1.ApproveGrantRequest
-	63, // 66: compute.v1.WorkflowService.Start:input_type -> compute.v1.StartWorkflowRequest
-	65, // 67: compute.v1.WorkflowService.Cancel:input_type -> compute.v1.CancelWorkflowRequest
-	67, // 68: compute.v1.WorkflowService.Get:input_type -> compute.v1.GetWorkflowRequest
-	69, // 69: compute.v1.WorkflowService.List:input_type -> compute.v1.ListWorkflowsRequest
-	71, // 70: compute.v1.ArtifactService.Import:input_type -> compute.v1.ImportArtifactRequest
-	75, // 71: compute.v1.ArtifactService.List:input_type -> compute.v1.ListArtifactsRequest
-	78, // 72: compute.v1.EventService.List:input_type -> compute.v1.ListEventsRequest
-	81, // 73: compute.v1.DriverService.List:input_type -> compute.v1.ListDriversRequest
-	83, // 74: compute.v1.PlacementService.Find:input_type -> compute.v1.PlacementRequest
-	87, // 75: compute.v1.InstanceService.Apply:input_type -> compute.v1.ApplyInstanceRequest
-	89, // 76: compute.v1.InstanceService.List:input_type -> compute.v1.ListInstancesRequest
-	91, // 77: compute.v1.InstanceService.Remove:input_type -> compute.v1.RemoveInstanceRequest
-	8,  // 78: compute.v1.SiteService.Add:output_type -> compute.v1.AddSiteResponse
-	10, // 79: compute.v1.SiteService.List:output_type -> compute.v1.ListSitesResponse
-	5,  // 80: compute.v1.SiteService.HttpProxy:output_type -> compute.v1.SiteHttpProxyResponse
-	2,  // 81: compute.v1.SiteService.ForgetBmc:output_type -> compute.v1.ForgetBmcResponse
-	14, // 82: compute.v1.PoolService.Add:output_type -> compute.v1.AddPoolResponse
-	16, // 83: compute.v1.PoolService.List:output_type -> compute.v1.ListPoolsResponse
-	18, // 84: compute.v1.SecretService.Put:output_type -> compute.v1.PutSecretResponse
-	23, // 85: compute.v1.MetalService.Enroll:output_type -> compute.v1.EnrollMachineResponse
-	25, // 86: compute.v1.MetalService.List:output_type -> compute.v1.ListMachinesResponse
-	27, // 87: compute.v1.MetalService.Get:output_type -> compute.v1.GetMachineResponse
-	29, // 88: compute.v1.MetalService.GetPower:output_type -> compute.v1.GetPowerResponse
-	31, // 89: compute.v1.MetalService.SetPower:output_type -> compute.v1.SetPowerResponse
-	33, // 90: compute.v1.MetalService.SetBootDevice:output_type -> compute.v1.SetBootDeviceResponse
-	35, // 91: compute.v1.MetalService.Inspect:output_type -> compute.v1.InspectResponse
-	37, // 92: compute.v1.MetalService.Deploy:output_type -> compute.v1.DeployResponse
-	39, // 93: compute.v1.MetalService.Operate:output_type -> compute.v1.OperateResponse
-	41, // 94: compute.v1.MetalService.GetCommand:output_type -> compute.v1.GetCommandResponse
-	43, // 95: compute.v1.MetalService.RotateCredentials:output_type -> compute.v1.RotateCredentialsResponse
-	45, // 96: compute.v1.MetalService.RebindBmc:output_type -> compute.v1.RebindBmcResponse
-	47, // 97: compute.v1.MetalService.ConfirmPower:output_type -> compute.v1.ConfirmPowerResponse
-	50, // 98: compute.v1.MetalService.Console:output_type -> compute.v1.ConsoleResponse
-	54, // 99: compute.v1.GrantService.Propose:output_type -> compute.v1.ProposeGrantResponse
-	56, // 100: compute.v1.GrantService.Get:output_type -> compute.v1.GetGrantResponse
-	58, // 101: compute.v1.GrantService.List:output_type -> compute.v1.ListGrantsResponse
-	60, // 102: compute.v1.GrantService.Approve:output_type -> compute.v1.ApproveGrantResponse
-	64, // 103: compute.v1.WorkflowService.Start:output_type -> compute.v1.StartWorkflowResponse
-	66, // 104: compute.v1.WorkflowService.Cancel:output_type -> compute.v1.CancelWorkflowResponse
-	68, // 105: compute.v1.WorkflowService.Get:output_type -> compute.v1.GetWorkflowResponse
-	70, // 106: compute.v1.WorkflowService.List:output_type -> compute.v1.ListWorkflowsResponse
-	74, // 107: compute.v1.ArtifactService.Import:output_type -> compute.v1.ImportArtifactResponse
-	76, // 108: compute.v1.ArtifactService.List:output_type -> compute.v1.ListArtifactsResponse
-	79, // 109: compute.v1.EventService.List:output_type -> compute.v1.ListEventsResponse
-	82, // 110: compute.v1.DriverService.List:output_type -> compute.v1.ListDriversResponse
-	85, // 111: compute.v1.PlacementService.Find:output_type -> compute.v1.PlacementResponse
-	88, // 112: compute.v1.InstanceService.Apply:output_type -> compute.v1.ApplyInstanceResponse
-	90, // 113: compute.v1.InstanceService.List:output_type -> compute.v1.ListInstancesResponse
-	92, // 114: compute.v1.InstanceService.Remove:output_type -> compute.v1.RemoveInstanceResponse
-	78, // [78:115] is the sub-list for method output_type
-	41, // [41:78] is the sub-list for method input_type
-	41, // [41:41] is the sub-list for extension type_name
-	41, // [41:41] is the sub-list for extension extendee
-	0,  // [0:41] is the sub-list for field type_name
+	0,   // 0: compute.v1.ForgetBmcRequest.bmc:type_name -> compute.v1.BmcAddress
+	3,   // 1: compute.v1.SiteHttpProxyRequest.headers:type_name -> compute.v1.SiteHttpHeader
+	3,   // 2: compute.v1.SiteHttpProxyResponse.headers:type_name -> compute.v1.SiteHttpHeader
+	6,   // 3: compute.v1.AddSiteResponse.site:type_name -> compute.v1.Site
+	6,   // 4: compute.v1.ListSitesResponse.items:type_name -> compute.v1.Site
+	12,  // 5: compute.v1.Pool.policy:type_name -> compute.v1.PoolPolicy
+	12,  // 6: compute.v1.AddPoolRequest.policy:type_name -> compute.v1.PoolPolicy
+	11,  // 7: compute.v1.AddPoolResponse.pool:type_name -> compute.v1.Pool
+	11,  // 8: compute.v1.ListPoolsResponse.items:type_name -> compute.v1.Pool
+	23,  // 9: compute.v1.SetLoaderResponse.machine:type_name -> compute.v1.Machine
+	23,  // 10: compute.v1.ConfirmMacResponse.machine:type_name -> compute.v1.Machine
+	22,  // 11: compute.v1.Machine.bmc:type_name -> compute.v1.Bmc
+	96,  // 12: compute.v1.Machine.drivers:type_name -> compute.v1.Machine.DriversEntry
+	22,  // 13: compute.v1.EnrollMachineRequest.bmc:type_name -> compute.v1.Bmc
+	97,  // 14: compute.v1.EnrollMachineRequest.drivers:type_name -> compute.v1.EnrollMachineRequest.DriversEntry
+	23,  // 15: compute.v1.EnrollMachineResponse.machine:type_name -> compute.v1.Machine
+	23,  // 16: compute.v1.ListMachinesResponse.items:type_name -> compute.v1.Machine
+	23,  // 17: compute.v1.GetMachineResponse.machine:type_name -> compute.v1.Machine
+	22,  // 18: compute.v1.RebindBmcRequest.bmc:type_name -> compute.v1.Bmc
+	52,  // 19: compute.v1.ConsoleRequest.open:type_name -> compute.v1.ConsoleOpen
+	55,  // 20: compute.v1.ProposeGrantRequest.operations:type_name -> compute.v1.GrantedOperation
+	0,   // 21: compute.v1.ProposeGrantRequest.bmcs:type_name -> compute.v1.BmcAddress
+	54,  // 22: compute.v1.ProposeGrantResponse.grant:type_name -> compute.v1.GrantRecord
+	54,  // 23: compute.v1.GetGrantResponse.grant:type_name -> compute.v1.GrantRecord
+	54,  // 24: compute.v1.ListGrantsResponse.items:type_name -> compute.v1.GrantRecord
+	54,  // 25: compute.v1.ApproveGrantResponse.grant:type_name -> compute.v1.GrantRecord
+	65,  // 26: compute.v1.Workflow.steps:type_name -> compute.v1.Step
+	64,  // 27: compute.v1.GetWorkflowResponse.workflow:type_name -> compute.v1.Workflow
+	64,  // 28: compute.v1.ListWorkflowsResponse.items:type_name -> compute.v1.Workflow
+	75,  // 29: compute.v1.ImportArtifactRequest.header:type_name -> compute.v1.ImportHeader
+	76,  // 30: compute.v1.ImportArtifactResponse.artifact:type_name -> compute.v1.Artifact
+	76,  // 31: compute.v1.ListArtifactsResponse.items:type_name -> compute.v1.Artifact
+	80,  // 32: compute.v1.ListEventsResponse.items:type_name -> compute.v1.EventRecord
+	98,  // 33: compute.v1.Driver.retry_safe:type_name -> compute.v1.Driver.RetrySafeEntry
+	83,  // 34: compute.v1.ListDriversResponse.items:type_name -> compute.v1.Driver
+	99,  // 35: compute.v1.PlacementRequest.node_labels:type_name -> compute.v1.PlacementRequest.NodeLabelsEntry
+	100, // 36: compute.v1.PlacementCandidate.labels:type_name -> compute.v1.PlacementCandidate.LabelsEntry
+	87,  // 37: compute.v1.PlacementResponse.items:type_name -> compute.v1.PlacementCandidate
+	89,  // 38: compute.v1.ApplyInstanceResponse.instance:type_name -> compute.v1.Instance
+	89,  // 39: compute.v1.ListInstancesResponse.items:type_name -> compute.v1.Instance
+	24,  // 40: compute.v1.Machine.DriversEntry.value:type_name -> compute.v1.DriverBinding
+	24,  // 41: compute.v1.EnrollMachineRequest.DriversEntry.value:type_name -> compute.v1.DriverBinding
+	101, // 42: compute.v1.Driver.RetrySafeEntry.value:type_name -> google.protobuf.ListValue
+	7,   // 43: compute.v1.SiteService.Add:input_type -> compute.v1.AddSiteRequest
+	9,   // 44: compute.v1.SiteService.List:input_type -> compute.v1.ListSitesRequest
+	4,   // 45: compute.v1.SiteService.HttpProxy:input_type -> compute.v1.SiteHttpProxyRequest
+	1,   // 46: compute.v1.SiteService.ForgetBmc:input_type -> compute.v1.ForgetBmcRequest
+	102, // 47: compute.v1.SiteService.SetUnknown:input_type -> compute.v1.SetUnknownRequest
+	103, // 48: compute.v1.SiteService.GetUnknown:input_type -> compute.v1.GetUnknownRequest
+	13,  // 49: compute.v1.PoolService.Add:input_type -> compute.v1.AddPoolRequest
+	15,  // 50: compute.v1.PoolService.List:input_type -> compute.v1.ListPoolsRequest
+	17,  // 51: compute.v1.SecretService.Put:input_type -> compute.v1.PutSecretRequest
+	25,  // 52: compute.v1.MetalService.Enroll:input_type -> compute.v1.EnrollMachineRequest
+	27,  // 53: compute.v1.MetalService.List:input_type -> compute.v1.ListMachinesRequest
+	29,  // 54: compute.v1.MetalService.Get:input_type -> compute.v1.GetMachineRequest
+	31,  // 55: compute.v1.MetalService.GetPower:input_type -> compute.v1.GetPowerRequest
+	33,  // 56: compute.v1.MetalService.SetPower:input_type -> compute.v1.SetPowerRequest
+	35,  // 57: compute.v1.MetalService.SetBootDevice:input_type -> compute.v1.SetBootDeviceRequest
+	37,  // 58: compute.v1.MetalService.Inspect:input_type -> compute.v1.InspectRequest
+	39,  // 59: compute.v1.MetalService.Deploy:input_type -> compute.v1.DeployRequest
+	41,  // 60: compute.v1.MetalService.Operate:input_type -> compute.v1.OperateRequest
+	43,  // 61: compute.v1.MetalService.GetCommand:input_type -> compute.v1.GetCommandRequest
+	45,  // 62: compute.v1.MetalService.RotateCredentials:input_type -> compute.v1.RotateCredentialsRequest
+	47,  // 63: compute.v1.MetalService.RebindBmc:input_type -> compute.v1.RebindBmcRequest
+	49,  // 64: compute.v1.MetalService.ConfirmPower:input_type -> compute.v1.ConfirmPowerRequest
+	51,  // 65: compute.v1.MetalService.Console:input_type -> compute.v1.ConsoleRequest
+	104, // 66: compute.v1.MetalService.ListFound:input_type -> compute.v1.ListFoundRequest
+	105, // 67: compute.v1.MetalService.ConfirmMac:input_type -> compute.v1.ConfirmMacRequest
+	106, // 68: compute.v1.MetalService.RejectMac:input_type -> compute.v1.RejectMacRequest
+	19,  // 69: compute.v1.MetalService.SetLoader:input_type -> compute.v1.SetLoaderRequest
+	56,  // 70: compute.v1.GrantService.Propose:input_type -> compute.v1.ProposeGrantRequest
+	58,  // 71: compute.v1.GrantService.Get:input_type -> compute.v1.GetGrantRequest
+	60,  // 72: compute.v1.GrantService.List:input_type -> compute.v1.ListGrantsRequest
+	62,  // 73: compute.v1.GrantService.Approve:input_type -> compute.v1.ApproveGrantRequest
+	66,  // 74: compute.v1.WorkflowService.Start:input_type -> compute.v1.StartWorkflowRequest
+	68,  // 75: compute.v1.WorkflowService.Cancel:input_type -> compute.v1.CancelWorkflowRequest
+	70,  // 76: compute.v1.WorkflowService.Get:input_type -> compute.v1.GetWorkflowRequest
+	72,  // 77: compute.v1.WorkflowService.List:input_type -> compute.v1.ListWorkflowsRequest
+	74,  // 78: compute.v1.ArtifactService.Import:input_type -> compute.v1.ImportArtifactRequest
+	78,  // 79: compute.v1.ArtifactService.List:input_type -> compute.v1.ListArtifactsRequest
+	81,  // 80: compute.v1.EventService.List:input_type -> compute.v1.ListEventsRequest
+	84,  // 81: compute.v1.DriverService.List:input_type -> compute.v1.ListDriversRequest
+	86,  // 82: compute.v1.PlacementService.Find:input_type -> compute.v1.PlacementRequest
+	90,  // 83: compute.v1.InstanceService.Apply:input_type -> compute.v1.ApplyInstanceRequest
+	92,  // 84: compute.v1.InstanceService.List:input_type -> compute.v1.ListInstancesRequest
+	94,  // 85: compute.v1.InstanceService.Remove:input_type -> compute.v1.RemoveInstanceRequest
+	8,   // 86: compute.v1.SiteService.Add:output_type -> compute.v1.AddSiteResponse
+	10,  // 87: compute.v1.SiteService.List:output_type -> compute.v1.ListSitesResponse
+	5,   // 88: compute.v1.SiteService.HttpProxy:output_type -> compute.v1.SiteHttpProxyResponse
+	2,   // 89: compute.v1.SiteService.ForgetBmc:output_type -> compute.v1.ForgetBmcResponse
+	107, // 90: compute.v1.SiteService.SetUnknown:output_type -> compute.v1.SetUnknownResponse
+	108, // 91: compute.v1.SiteService.GetUnknown:output_type -> compute.v1.GetUnknownResponse
+	14,  // 92: compute.v1.PoolService.Add:output_type -> compute.v1.AddPoolResponse
+	16,  // 93: compute.v1.PoolService.List:output_type -> compute.v1.ListPoolsResponse
+	18,  // 94: compute.v1.SecretService.Put:output_type -> compute.v1.PutSecretResponse
+	26,  // 95: compute.v1.MetalService.Enroll:output_type -> compute.v1.EnrollMachineResponse
+	28,  // 96: compute.v1.MetalService.List:output_type -> compute.v1.ListMachinesResponse
+	30,  // 97: compute.v1.MetalService.Get:output_type -> compute.v1.GetMachineResponse
+	32,  // 98: compute.v1.MetalService.GetPower:output_type -> compute.v1.GetPowerResponse
+	34,  // 99: compute.v1.MetalService.SetPower:output_type -> compute.v1.SetPowerResponse
+	36,  // 100: compute.v1.MetalService.SetBootDevice:output_type -> compute.v1.SetBootDeviceResponse
+	38,  // 101: compute.v1.MetalService.Inspect:output_type -> compute.v1.InspectResponse
+	40,  // 102: compute.v1.MetalService.Deploy:output_type -> compute.v1.DeployResponse
+	42,  // 103: compute.v1.MetalService.Operate:output_type -> compute.v1.OperateResponse
+	44,  // 104: compute.v1.MetalService.GetCommand:output_type -> compute.v1.GetCommandResponse
+	46,  // 105: compute.v1.MetalService.RotateCredentials:output_type -> compute.v1.RotateCredentialsResponse
+	48,  // 106: compute.v1.MetalService.RebindBmc:output_type -> compute.v1.RebindBmcResponse
+	50,  // 107: compute.v1.MetalService.ConfirmPower:output_type -> compute.v1.ConfirmPowerResponse
+	53,  // 108: compute.v1.MetalService.Console:output_type -> compute.v1.ConsoleResponse
+	109, // 109: compute.v1.MetalService.ListFound:output_type -> compute.v1.ListFoundResponse
+	21,  // 110: compute.v1.MetalService.ConfirmMac:output_type -> compute.v1.ConfirmMacResponse
+	110, // 111: compute.v1.MetalService.RejectMac:output_type -> compute.v1.RejectMacResponse
+	20,  // 112: compute.v1.MetalService.SetLoader:output_type -> compute.v1.SetLoaderResponse
+	57,  // 113: compute.v1.GrantService.Propose:output_type -> compute.v1.ProposeGrantResponse
+	59,  // 114: compute.v1.GrantService.Get:output_type -> compute.v1.GetGrantResponse
+	61,  // 115: compute.v1.GrantService.List:output_type -> compute.v1.ListGrantsResponse
+	63,  // 116: compute.v1.GrantService.Approve:output_type -> compute.v1.ApproveGrantResponse
+	67,  // 117: compute.v1.WorkflowService.Start:output_type -> compute.v1.StartWorkflowResponse
+	69,  // 118: compute.v1.WorkflowService.Cancel:output_type -> compute.v1.CancelWorkflowResponse
+	71,  // 119: compute.v1.WorkflowService.Get:output_type -> compute.v1.GetWorkflowResponse
+	73,  // 120: compute.v1.WorkflowService.List:output_type -> compute.v1.ListWorkflowsResponse
+	77,  // 121: compute.v1.ArtifactService.Import:output_type -> compute.v1.ImportArtifactResponse
+	79,  // 122: compute.v1.ArtifactService.List:output_type -> compute.v1.ListArtifactsResponse
+	82,  // 123: compute.v1.EventService.List:output_type -> compute.v1.ListEventsResponse
+	85,  // 124: compute.v1.DriverService.List:output_type -> compute.v1.ListDriversResponse
+	88,  // 125: compute.v1.PlacementService.Find:output_type -> compute.v1.PlacementResponse
+	91,  // 126: compute.v1.InstanceService.Apply:output_type -> compute.v1.ApplyInstanceResponse
+	93,  // 127: compute.v1.InstanceService.List:output_type -> compute.v1.ListInstancesResponse
+	95,  // 128: compute.v1.InstanceService.Remove:output_type -> compute.v1.RemoveInstanceResponse
+	86,  // [86:129] is the sub-list for method output_type
+	43,  // [43:86] is the sub-list for method input_type
+	43,  // [43:43] is the sub-list for extension type_name
+	43,  // [43:43] is the sub-list for extension extendee
+	0,   // [0:43] is the sub-list for field type_name
 }
 
 func init() { file_appliance_api_computev1_compute_proto_init() }
@@ -6260,11 +6483,12 @@ func file_appliance_api_computev1_compute_proto_init() {
 	if File_appliance_api_computev1_compute_proto != nil {
 		return
 	}
-	file_appliance_api_computev1_compute_proto_msgTypes[48].OneofWrappers = []any{
+	file_appliance_api_computev1_discovery_proto_init()
+	file_appliance_api_computev1_compute_proto_msgTypes[51].OneofWrappers = []any{
 		(*ConsoleRequest_Open)(nil),
 		(*ConsoleRequest_Data)(nil),
 	}
-	file_appliance_api_computev1_compute_proto_msgTypes[71].OneofWrappers = []any{
+	file_appliance_api_computev1_compute_proto_msgTypes[74].OneofWrappers = []any{
 		(*ImportArtifactRequest_Header)(nil),
 		(*ImportArtifactRequest_Data)(nil),
 	}
@@ -6274,7 +6498,7 @@ func file_appliance_api_computev1_compute_proto_init() {
 			GoPackagePath: reflect.TypeOf(x{}).PkgPath(),
 			RawDescriptor: unsafe.Slice(unsafe.StringData(file_appliance_api_computev1_compute_proto_rawDesc), len(file_appliance_api_computev1_compute_proto_rawDesc)),
 			NumEnums:      0,
-			NumMessages:   98,
+			NumMessages:   101,
 			NumExtensions: 0,
 			NumServices:   11,
 		},

@@ -16,6 +16,8 @@ import (
 
 	"github.com/klauspost/compress/zstd"
 
+	"github.com/better-compute/site-appliance/appliance/agent/trust"
+	"github.com/better-compute/site-appliance/appliance/api/agentv1"
 	"github.com/better-compute/site-appliance/appliance/gateway"
 	"github.com/better-compute/site-appliance/appliance/gateway/keys"
 )
@@ -102,6 +104,21 @@ func (c *cli) halt() {
 	}
 }
 
+// enrolBox has the box of a join string enrol, and stay away.
+func (c *cli) enrolBox(join string) {
+	c.t.Helper()
+	j, err := trust.ParseJoin(join)
+	if err != nil {
+		c.t.Fatal(err)
+	}
+	p := &place{t: c.t, ctx: c.t.Context()}
+	if _, err := p.peer(agentv1.Role_ROLE_SITE, j, func(r *agentv1.EnrollRequest) {
+		r.Credential = &agentv1.EnrollRequest_Token{Token: string(j.Token.Reveal())}
+	}); err != nil {
+		c.t.Fatal(err)
+	}
+}
+
 func newCLI(t *testing.T) *cli {
 	t.Helper()
 	l, err := net.Listen("tcp", "127.0.0.1:0")
@@ -136,6 +153,7 @@ func TestCommandLine(t *testing.T) {
 	if out := c.run("", "site", "list"); !strings.Contains(out, "lab") || !strings.Contains(out, "new") {
 		t.Errorf("site list = %q", out)
 	}
+	join := out
 	c.run("", "pool", "add", "metal", "--site", "lab")
 	c.fails("NOT_FOUND: ", "pool", "add", "metal2", "--site", "nowhere")
 	c.run("", "pool", "list")
@@ -150,7 +168,19 @@ func TestCommandLine(t *testing.T) {
 		}
 	}
 
+	c.fails("INVALID_INPUT: pool-without-agent: ", "metal", "enroll", "m1", "--pool", "metal", "--driver", "ipmi", "--address", "192.0.2.7", "--credentials", "bmc", "--mac", "52:54:00:00:00:01")
+	c.enrolBox(join)
+	c.fails("INVALID_INPUT: boot-identity-missing: ", "metal", "enroll", "m1", "--pool", "metal", "--driver", "ipmi", "--address", "192.0.2.7", "--credentials", "bmc")
 	c.run("", "metal", "enroll", "m1", "--pool", "metal", "--driver", "ipmi", "--address", "192.0.2.7", "--credentials", "bmc", "--mac", "52:54:00:00:00:01")
+	c.fails(`INVALID_INPUT: loader "grub": want ipxe, shim, snponly`, "metal", "enroll", "m2", "--loader", "grub", "--pool", "metal", "--driver", "ipmi", "--address", "192.0.2.8", "--credentials", "bmc", "--mac", "52:54:00:00:00:02")
+	c.fails("INVALID_INPUT: loader", "metal", "loader", "m1", "grub")
+	c.fails("NOT_FOUND: ", "metal", "loader", "m9", "shim")
+	if out := c.run("", "metal", "loader", "m1", "shim"); strings.TrimSpace(out) != "m1 gets shim" {
+		t.Errorf("metal loader = %q", out)
+	}
+	if out := c.run("", "metal", "show", "m1"); !strings.Contains(out, "\nloader          shim\n") {
+		t.Errorf("metal show = %q, want its loader", out)
+	}
 	c.fails("INVALID_INPUT: bmc.address", "metal", "enroll", "m2", "--pool", "metal", "--driver", "ipmi", "--address", "http://x/", "--credentials", "bmc")
 	c.fails("PERMISSION_DENIED: ", "metal", "enroll", "m2", "--pool", "metal", "--driver", "ipmi", "--address", "192.0.2.7", "--credentials", "secret://other/bmc")
 	if out := c.run("", "metal", "list"); !strings.Contains(out, "m1") || !strings.Contains(out, "enrolled") {

@@ -164,6 +164,9 @@ func (c *client) secrets() computev1connect.SecretServiceClient {
 func (c *client) metal() computev1connect.MetalServiceClient {
 	return computev1connect.NewMetalServiceClient(c.http, c.url, c.options...)
 }
+func (c *client) pxe() computev1connect.PxeServiceClient {
+	return computev1connect.NewPxeServiceClient(c.http, c.url, c.options...)
+}
 func (c *client) drivers() computev1connect.DriverServiceClient {
 	return computev1connect.NewDriverServiceClient(c.http, c.url, c.options...)
 }
@@ -175,6 +178,12 @@ func (c *client) workflows() computev1connect.WorkflowServiceClient {
 }
 func (c *client) artifacts() computev1connect.ArtifactServiceClient {
 	return computev1connect.NewArtifactServiceClient(c.http, c.url, c.options...)
+}
+func (c *client) isos() computev1connect.IsoServiceClient {
+	return computev1connect.NewIsoServiceClient(c.http, c.url, c.options...)
+}
+func (c *client) boots() computev1connect.BootServiceClient {
+	return computev1connect.NewBootServiceClient(c.http, c.url, c.options...)
 }
 func (c *client) grants() computev1connect.GrantServiceClient {
 	return computev1connect.NewGrantServiceClient(c.http, c.url, c.options...)

@@ -80,7 +80,7 @@ func TestDriversList(t *testing.T) {
 func TestHardwareProfiles(t *testing.T) {
 	c := newCLI(t)
 	defer func() { c.halt() }()
-	c.run("", "site", "add", "lab")
+	c.enrolBox(c.run("", "site", "add", "lab"))
 	c.fails("INVALID_INPUT: policy.hardware_profile", "pool", "add", "gpu", "--site", "lab", "--hardware-profile", "gpu-redfish")
 	c.configure(hardwareTOML)
 	if out := c.run("", "pool", "add", "gpu", "--site", "lab", "--hardware-profile", "gpu-redfish"); !strings.Contains(out, "gpu-redfish") {
@@ -94,7 +94,7 @@ func TestHardwareProfiles(t *testing.T) {
 	if err := os.WriteFile(file, []byte(`{ "fans": 4 }`), 0o600); err != nil {
 		t.Fatal(err)
 	}
-	enroll := []string{"metal", "enroll", "--pool", "gpu", "--address", "192.0.2.7", "--credentials", "bmc"}
+	enroll := []string{"metal", "enroll", "--pool", "gpu", "--address", "192.0.2.7", "--credentials", "bmc", "--uuid", "4c4c4544-0042-3010-8056-b4c04f303232"}
 	c.run("", append(enroll, "m1", "--driver", "ipmi", "--driver", "acme-cooling="+"fan:"+file, "--driver", "management=acme-bmc")...)
 	out := c.run("", "metal", "show", "m1")
 	for _, want := range []string{"power=redfish", "boot=ipxe", "management=acme-bmc", `acme-cooling=fan {"fans":4}`, `virtual-media=ipmi {"address":"192.0.2.7","credentials":"secret://default/bmc"}`, "gpu-redfish"} {

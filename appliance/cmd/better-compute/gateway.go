@@ -123,6 +123,7 @@ func serveGateway(ctx context.Context, dir string, o gateway.Options, ready func
 	engine := workflow.New(workflow.Config{
 		Store: g.Store, Modules: g.Modules, Commands: g.Commands, Enrol: g.Enrol, Secrets: g.Secrets, Online: g.Sessions.Online, Log: g.Log.With("part", "workflow"),
 	})
+	g.Discovery.Turn = engine.LockSite
 	g.Sessions.OnState(func(string, bool) { engine.Wake() })
 	g.Sessions.OnEvent(func(context.Context, string, *agentv1.Event) { engine.Wake() })
 	wanted := instances.New(instances.Config{Store: g.Store, Commands: g.Commands, Online: g.Sessions.Online, Log: g.Log.With("part", "instances")})
@@ -133,7 +134,7 @@ func serveGateway(ctx context.Context, dir string, o gateway.Options, ready func
 	}
 	api.New(api.Config{
 		Metal: hardware, Profiles: g.Modules, Drivers: g.Drivers, Instances: wanted, Grants: g.Grants,
-		Settle: g.Settle, Tunnels: g.Tunnels, CancelCommand: g.Commands.Cancel,
+		Discovery: g.Discovery, Settle: g.Settle, Tunnels: g.Tunnels, CancelCommand: g.Commands.Cancel,
 		Store: g.Store, Commands: g.Commands, Enrol: g.Enrol, Secrets: g.Secrets, Artifacts: g.Artifacts, Workflows: engine, Online: g.Sessions.Online, Log: g.Log.With("part", "api"),
 	}).Register(g.Handle)
 	if ready != nil {

@@ -119,15 +119,15 @@ func TestApproverKeys(t *testing.T) {
 func TestGrantsByCommandLine(t *testing.T) {
 	c := newCLI(t)
 	defer func() { c.halt() }()
-	c.run("", "site", "add", "lab")
-	c.run("", "site", "add", "shed")
+	c.enrolBox(c.run("", "site", "add", "lab"))
+	c.enrolBox(c.run("", "site", "add", "shed"))
 	c.run("", "pool", "add", "metal", "--site", "lab")
 	c.run("", "pool", "add", "other", "--site", "shed")
 	c.run(`{"username":"root","password":"hunter2"}`, "secret", "put", "bmc")
 	for name, address := range map[string]string{"m1": "BMC1.lan", "m2": "192.0.2.8:6230"} {
-		c.run("", "metal", "enroll", name, "--pool", "metal", "--driver", "ipmi", "--address", address, "--credentials", "bmc")
+		c.run("", "metal", "enroll", name, "--pool", "metal", "--driver", "ipmi", "--address", address, "--credentials", "bmc", "--uuid", "4c4c4544-0042-3010-8056-b4c04f303232")
 	}
-	c.run("", "metal", "enroll", "m3", "--pool", "other", "--driver", "ipmi", "--address", "192.0.2.9", "--credentials", "bmc")
+	c.run("", "metal", "enroll", "m3", "--pool", "other", "--driver", "ipmi", "--address", "192.0.2.9", "--credentials", "bmc", "--uuid", "4c4c4544-0042-3010-8056-b4c04f303232")
 	propose := []string{"grant", "propose", "--allow", "off", "--machine", "m1", "--machine", "m2", "--reason", "rack 4 moves", "--uses", "2", "--for", "90m"}
 	c.fails("UNSUPPORTED: no-approvers: ", propose...)
 
@@ -191,7 +191,7 @@ func TestGrantsByCommandLine(t *testing.T) {
 	}
 	c.fails("INVALID_INPUT: bmc: ", "site", "forget-bmc", "lab", "redfish=10.0.0.5/x")
 	c.fails(`"10.0.0.5": want DRIVER=ADDRESS`, "site", "forget-bmc", "lab", "10.0.0.5")
-	c.fails("DRIVER_ERROR: unavailable: the site's box has not enrolled yet", "site", "forget-bmc", "lab", "redfish=10.0.0.5")
+	c.fails("DRIVER_ERROR: unavailable: the site's box is offline", "site", "forget-bmc", "lab", "redfish=10.0.0.5")
 	for want, args := range map[string]string{
 		"grant propose: --machine, --pool or --bmc":                "--allow off --reason x",
 		"INVALID_INPUT: site: it is missing beside bmcs":           "--allow forget --bmc redfish=10.0.0.5 --reason x",

@@ -11,7 +11,7 @@ import (
 func TestHelp(t *testing.T) {
 	for _, args := range [][]string{
 		{"-h"}, {"help"}, {"gateway", "--help"}, {"gateway", "init", "-h"}, {"gateway", "serve", "-h"}, {"site", "add", "--help"},
-		{"metal", "deploy", "rack-1", "-h"}, {"metal", "confirm-power", "-h"}, {"secret", "put", "-h"}, {"artifact", "import", "-h"}, {"workflow", "list", "-h"},
+		{"metal", "deploy", "rack-1", "-h"}, {"metal", "confirm-power", "-h"}, {"iso", "add", "-h"}, {"iso", "remove", "-h"}, {"metal", "boot-iso", "-h"}, {"metal", "boot-kernel", "-h"}, {"metal", "boot-disk", "-h"}, {"metal", "wipe", "-h"}, {"secret", "put", "-h"}, {"artifact", "import", "-h"}, {"workflow", "list", "-h"},
 		{"drivers", "list", "-h"}, {"bmc", "probe", "-h"}, {"site", "ca", "-h"}, {"place", "-h"}, {"events", "-h"}, {"image", "build", "-h"}, {"image", "flash", "-h"}, {"image", "test", "-h"}, {"version", "-h"},
 	} {
 		var out, notes bytes.Buffer
@@ -28,6 +28,8 @@ func TestHelp(t *testing.T) {
 		{[]string{"metal", "enroll", "m", "--pool", "p"}, "missing: --driver, --address; usage"},
 		{[]string{"metal", "deploy", "m", "--image", "debian"}, "missing: --disk-serial; usage"},
 		{[]string{"artifact", "import", "f"}, "missing: --name; usage"},
+		{[]string{"metal", "boot-kernel", "m"}, "missing: --kernel; usage"},
+		{[]string{"metal", "wipe", "m"}, "missing: --disk-serial; usage"},
 		{[]string{"gateway", "init", "--dir", t.TempDir(), "--url", "gw:7443"}, `--url "gw:7443": want https://HOST:PORT`},
 	} {
 		var out, notes bytes.Buffer

@@ -9,7 +9,7 @@ import (
 func TestInstanceCommands(t *testing.T) {
 	c := newCLI(t)
 	defer c.halt()
-	c.run("", "site", "add", "lab")
+	c.enrolBox(c.run("", "site", "add", "lab"))
 	c.run("", "pool", "add", "metal", "--site", "lab")
 	c.run(`{"username":"root","password":"x"}`, "secret", "put", "bmc")
 	c.run("", "metal", "enroll", "m1", "--pool", "metal", "--driver", "ipmi", "--address", "192.0.2.7", "--credentials", "bmc", "--mac", "52:54:00:00:00:01")

@@ -48,7 +48,10 @@ type place struct {
 	disk     string
 	nodeJoin string
 	stop     context.CancelFunc // of the machine's agent
+	end      func()             // of all of it
 	log      []string
+	telling  []*agentv1.Event // what the box says after its next result
+	told     uint64
 }
 
 // peer is an agent of the smallest kind that speaks the line for real.
@@ -130,6 +133,17 @@ func (p *place) hold(ctx context.Context, a *peer, run func(context.Context, *pe
 					p.t.Errorf("result: %v", err)
 				}
 				send(&agentv1.AgentFrame{Frame: &agentv1.AgentFrame_Result{Result: &agentv1.CommandResult{CommandId: payload.CommandId, Outcome: &agentv1.CommandResult_Result{Result: result}}}})
+				p.mu.Lock()
+				telling := p.telling
+				if a.role == agentv1.Role_ROLE_SITE {
+					p.telling = nil
+				} else {
+					telling = nil
+				}
+				p.mu.Unlock()
+				for _, e := range telling {
+					send(&agentv1.AgentFrame{Frame: &agentv1.AgentFrame_Event{Event: e}})
+				}
 			}
 		}
 	})
@@ -154,6 +168,12 @@ func (p *place) runBox(ctx context.Context, a *peer, c *agentv1.CommandPayload) 
 		p.log = append(p.log, "assign "+p.assigned.Machines[0].Action.String())
 		return &pxev1.AssignResult{Version: p.assigned.Version}
 	}
+	if c.Kind == "artifact.fetch" {
+		req := &pxev1.FetchRequest{}
+		p.take(c.Args, req)
+		p.log = append(p.log, "fetch "+strings.Join(req.Sha256, " "))
+		return &pxev1.FetchResult{Bytes: 1}
+	}
 	op := &bmcv1.BmcOperationRequest{}
 	p.take(c.Args, op)
 	if got := p.resolve(ctx, a, c.CommandId, op.CredentialsRef); !strings.Contains(got, "hunter2") {
@@ -167,6 +187,8 @@ func (p *place) runBox(ctx context.Context, a *peer, c *agentv1.CommandPayload) 
 		p.power = strings.Trim(op.ArgsJson, `["]`)
 		p.log = append(p.log, "power "+p.power)
 		p.boot()
+	case "virtual-media.insert":
+		p.log = append(p.log, "insert "+op.ArgsJson)
 	case "management.setBootDevice":
 		var d []struct{ Device string }
 		if err := json.Unmarshal([]byte(op.ArgsJson), &d); err != nil || len(d) != 1 {
@@ -210,6 +232,16 @@ func (p *place) boot() {
 			&agentv1.Event{Seq: 1, AtMs: time.Now().UnixMilli(), Name: "machine.hardware", Class: "state", Key: m.MachineId, BodyJson: []byte(`{"source":"ramdisk","serial":"SN1"}`)})
 		return
 	}
+	if m := p.assigned.GetMachines(); device == "pxe" && m[0].Action != pxev1.Action_ACTION_LOCAL_DISK {
+		stage := map[pxev1.Action]string{pxev1.Action_ACTION_ISO: "iso", pxev1.Action_ACTION_KERNEL: "initrd", pxev1.Action_ACTION_UKI: "uki"}[m[0].Action]
+		body, err := json.Marshal(map[string]string{"mac": m[0].Macs[0], "machine_id": m[0].MachineId, "stage": stage, "detail": "window " + m[0].WindowId})
+		if err != nil {
+			p.t.Errorf("event: %v", err)
+		}
+		p.told++
+		p.telling = append(p.telling, &agentv1.Event{Seq: p.told, AtMs: time.Now().UnixMilli(), Name: "pxe.stage", Class: "telemetry", Key: m[0].Macs[0], BodyJson: body})
+		return
+	}
 	if p.disk != "" {
 		join, err := trust.ParseJoin(p.nodeJoin)
 		if err != nil {
@@ -235,6 +267,17 @@ func (p *place) start(ctx context.Context, role agentv1.Role, join trust.Join, c
 }
 
 func (p *place) runMachine(ctx context.Context, a *peer, c *agentv1.CommandPayload) proto.Message {
+	if c.Kind == "disk.wipe" {
+		req, res := &imagev1.WipeRequest{}, &imagev1.WipeResult{}
+		p.take(c.Args, req)
+		p.mu.Lock()
+		defer p.mu.Unlock()
+		for _, d := range req.Disks {
+			p.log = append(p.log, "wipe "+d.Serial)
+			res.Disks = append(res.Disks, &imagev1.WipedDisk{Disk: "sda", Serial: d.Serial, Method: "discard"})
+		}
+		return res
+	}
 	stream := &imagev1.StreamRequest{}
 	p.take(c.Args, stream)
 	join := p.resolve(ctx, a, c.CommandId, stream.Seed.NodeJoinRef)
@@ -245,16 +288,13 @@ func (p *place) runMachine(ctx context.Context, a *peer, c *agentv1.CommandPaylo
 	return &imagev1.StreamResult{Disk: "sda", Sha256: stream.Sha256, UnpackedSha256: stream.UnpackedSha256, BytesWritten: stream.UnpackedSizeBytes}
 }
 
-// TestOverTheLine: the command line drives a machine through a gateway with
-// real TLS, enrolment, signatures, sessions and secrets; only the site is made up.
-func TestOverTheLine(t *testing.T) {
-	c := newCLI(t)
-	defer func() { c.halt() }()
+// newPlace adds a site, and has its box come online.
+func newPlace(t *testing.T, c *cli) *place {
+	t.Helper()
 	ctx, stop := context.WithCancel(context.Background())
-	p := &place{t: t, ctx: ctx, power: "off", device: "disk"}
-	defer p.wg.Wait()
-	defer stop()
-
+	p := &place{t: t, ctx: ctx, power: "off", device: "disk", end: stop}
+	end := p.end
+	p.end = func() { end(); p.wg.Wait() }
 	join, err := trust.ParseJoin(c.run("", "site", "add", "lab"))
 	if err != nil {
 		t.Fatal(err)
@@ -269,12 +309,29 @@ func TestOverTheLine(t *testing.T) {
 	p.hold(ctx, p.box, p.runBox)
 	c.run("", "pool", "add", "metal", "--site", "lab")
 	c.run(`{"username":"root","password":"hunter2"}`, "secret", "put", "bmc")
-	c.run("", "metal", "enroll", "m1", "--pool", "metal", "--driver", "ipmi", "--address", "192.0.2.7", "--credentials", "bmc", "--mac", "52:54:00:00:00:01")
 	for deadline := time.Now().Add(10 * time.Second); !strings.Contains(c.run("", "site", "list"), "online"); time.Sleep(10 * time.Millisecond) {
 		if time.Now().After(deadline) {
 			t.Fatal("the box is never online")
 		}
 	}
+	return p
+}
+
+// enroll adds the one machine.
+func (p *place) enroll(c *cli, name, driver string) {
+	p.t.Helper()
+	c.run("", "metal", "enroll", name, "--pool", "metal", "--driver", driver, "--address", "192.0.2.7", "--credentials", "bmc", "--mac", "52:54:00:00:00:01")
+}
+
+// TestOverTheLine: the command line drives a machine through a gateway with
+// real TLS, enrolment, signatures, sessions and secrets; only the site is made up.
+func TestOverTheLine(t *testing.T) {
+	c := newCLI(t)
+	defer func() { c.halt() }()
+	p := newPlace(t, c)
+	join := p.join
+	defer p.end()
+	p.enroll(c, "m1", "ipmi")
 
 	if out := c.run("", "metal", "power", "m1"); out != "off" {
 		t.Errorf("metal power = %q, want off", out)

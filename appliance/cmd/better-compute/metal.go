@@ -17,16 +17,20 @@ func runMetal(ctx context.Context, args []string, std stdio) error {
 		{"list", "list machines", metalList},
 		{"show", "show a machine and its hardware", metalShow},
 		{"power", "read or change a machine's power", metalPower},
+		{"found", "list machines that asked to boot and that nobody enrolled", metalFound},
+		{"confirm-mac", "say that a MAC is a machine's", metalConfirmMAC},
+		{"reject-mac", "say that a found machine is none of these", metalRejectMAC},
 		{"confirm-power", "say that a machine without a BMC was switched", metalConfirmPower},
 		{"boot", "choose a machine's next boot device", metalBoot},
+		{"loader", "choose the boot program that a machine's firmware gets", metalLoader},
 		{"inspect", "boot the ramdisk and record the hardware", metalInspect},
 		{"deploy", "write an image to a machine's disk and boot it", metalDeploy},
 		{"console", "open a machine's serial console", metalConsole},
-	}, bmcCommands()...), args, std)
+	}, slices.Concat(bootCommands(), bmcCommands())...), args, std)
 }
 
 func metalEnroll(ctx context.Context, args []string, std stdio) error {
-	f := newCall("metal enroll NAME --pool POOL --driver ID --address HOST[:PORT] [--credentials REF] [--mac MAC …] [--hardware-profile NAME] [--driver KIND=ID[:FILE] …]", std)
+	f := newCall("metal enroll NAME --pool POOL --driver ID --address HOST[:PORT] [--credentials REF] [--mac MAC …] [--uuid UUID] [--loader LOADER] [--hardware-profile NAME] [--driver KIND=ID[:FILE] …]", std)
 	var macs, drivers stringList
 	pool := f.String("pool", "", "the `pool`'s name or id")
 	f.Var(&drivers, "driver", "`id` of the BMC's driver, such as ipmi or redfish; given again as KIND=ID[:FILE] it binds a kind to another driver, with the JSON object in FILE as its configuration")
@@ -35,7 +39,8 @@ func metalEnroll(ctx context.Context, args []string, std stdio) error {
 	credentials := f.String("credentials", "", "`reference` of the BMC's credential, secret://TENANT/NAME, or the secret's name; the drivers wol and manual take none")
 	pin := f.String("pin", "", "`hex` SHA-256 of the BMC certificate's public key")
 	options := f.String("options", "", "driver options, a `JSON` object")
-	uuid := f.String("uuid", "", "the machine's product `UUID`")
+	uuid := f.String("uuid", "", "the machine's product `UUID`, by which its MACs are found; driver ipmi needs it or a --mac")
+	loader := f.String("loader", "", loaderHelp)
 	f.Var(&macs, "mac", "`MAC` of a port that the machine boots from; may be given several times")
 	f.need("pool", "driver", "address")
 	rest, c, err := f.begin(args, 1, 1)
@@ -54,7 +59,7 @@ func metalEnroll(ctx context.Context, args []string, std stdio) error {
 		return fmt.Errorf("missing: --credentials, which driver %s logs in with; usage: better-compute %s", driver, f.usage)
 	}
 	res, err := call(ctx, c.metal().Enroll, &computev1.EnrollMachineRequest{TenantId: c.tenant, Name: rest[0], Pool: *pool, Macs: macs, ProductUuid: *uuid,
-		HardwareProfile: *profile, Drivers: bindings,
+		HardwareProfile: *profile, Drivers: bindings, Loader: *loader,
 		Bmc: &computev1.Bmc{Driver: driver, Address: *address, CredentialsRef: ref, TlsSpkiSha256: *pin, DriverOptionsJson: *options}})
 	if err != nil {
 		return err
@@ -63,6 +68,26 @@ func metalEnroll(ctx context.Context, args []string, std stdio) error {
 		return printJSON(std.out, res)
 	}
 	return printTable(std.out, machineHead, [][]string{machineRow(res.Machine)})
+}
+
+const loaderHelp = "`boot program` of x86-64 UEFI firmware: snponly (the usual one), ipxe (with network drivers of its own), or shim (Secure Boot)"
+
+func metalLoader(ctx context.Context, args []string, std stdio) error {
+	f := newCall("metal loader MACHINE snponly|ipxe|shim", std)
+	f.about = "Chooses the boot program that x86-64 UEFI firmware gets from the box: snponly, the usual one, is the iPXE that uses the\nfirmware's network driver; ipxe has drivers of its own; shim is Debian's signed shim and GRUB, which Secure Boot starts.\nIt holds from the machine's next inspection, deploy or other network boot on."
+	rest, c, err := f.begin(args, 2, 2)
+	if err != nil {
+		return err
+	}
+	res, err := call(ctx, c.metal().SetLoader, &computev1.SetLoaderRequest{TenantId: c.tenant, Machine: rest[0], Loader: rest[1]})
+	if err != nil {
+		return err
+	}
+	if f.json {
+		return printJSON(std.out, res)
+	}
+	fmt.Fprintf(std.out, "%s gets %s\n", clean(res.GetMachine().GetName()), clean(res.GetMachine().GetLoader()))
+	return nil
 }
 
 // maxBinding bounds a binding's configuration.
@@ -160,6 +185,12 @@ func metalShow(ctx context.Context, args []string, std stdio) error {
 	}
 	if m.GetProtected() {
 		lines = append(lines, [2]string{"protected", "what is destructive always needs people's approval"})
+	}
+	if loader := m.GetLoader(); loader != "" {
+		lines = append(lines, [2]string{"loader", loader})
+	}
+	if may := m.GetNetboot(); may != "" {
+		lines = append(lines, [2]string{"may boot", may})
 	}
 	if asked := m.GetPowerAsked(); asked != "" {
 		lines = append(lines, [2]string{"asked of people", "power " + asked})

@@ -17,6 +17,7 @@ func runSite(ctx context.Context, args []string, std stdio) error {
 	return dispatch(ctx, "better-compute site", []command{
 		{"add", "add a site and print its box's join string", siteAdd},
 		{"list", "list sites and their boxes", siteList},
+		{"unknown", "say what happens to machines that nobody enrolled", siteUnknown},
 		{"ca", "print the CA that a site's BMCs need for media from its box", siteCA},
 		{"forget-bmc", "have a site's box forget a BMC's address", siteForgetBMC},
 		{"http", "make one HTTP request from a site's box", siteHTTP},

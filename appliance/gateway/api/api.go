@@ -12,6 +12,7 @@ import (
 	"log/slog"
 	"maps"
 	"net/http"
+	"os"
 	"regexp"
 	"slices"
 	"time"
@@ -51,6 +52,8 @@ type Secrets interface {
 // Artifacts takes in files for boxes and machines.
 type Artifacts interface {
 	Import(ctx context.Context, name, arch, format string, r io.Reader) (store.Artifact, error)
+	Open(sha256 string) (*os.File, error)
+	Remove(ctx context.Context, name, arch string) error
 }
 
 // Workflows runs procedures on machines.
@@ -93,6 +96,8 @@ type Config struct {
 	CancelCommand func(ctx context.Context, id string) error
 	// Grants keeps what people approve; nil: that is not offered.
 	Grants Grants
+	// Discovery hears of what boxes are to be told; nil: nobody does.
+	Discovery Discovery
 	// Settle ends rotations and rebindings; nil: neither is offered.
 	Settle Settle
 	// Online says whether an agent holds a session.
@@ -124,9 +129,13 @@ func (a *API) Register(handle func(pattern string, h http.Handler)) {
 	if a.Metal != nil {
 		mount(computev1connect.NewPoolServiceHandler(poolService{a}, options...))
 		mount(computev1connect.NewMetalServiceHandler(metalService{a}, options...))
+		mount(computev1connect.NewBootServiceHandler(bootService{metalService{a}}, options...))
+		mount(computev1connect.NewPxeServiceHandler(pxeService{a}, options...))
 	} else {
 		mount(computev1connect.NewPoolServiceHandler(computev1connect.UnimplementedPoolServiceHandler{}, options...))
 		mount(computev1connect.NewMetalServiceHandler(computev1connect.UnimplementedMetalServiceHandler{}, options...))
+		mount(computev1connect.NewBootServiceHandler(computev1connect.UnimplementedBootServiceHandler{}, options...))
+		mount(computev1connect.NewPxeServiceHandler(computev1connect.UnimplementedPxeServiceHandler{}, options...))
 	}
 	mount(computev1connect.NewDriverServiceHandler(driverService{a}, options...))
 	mount(computev1connect.NewPlacementServiceHandler(placementService{a}, options...))
@@ -137,6 +146,7 @@ func (a *API) Register(handle func(pattern string, h http.Handler)) {
 		mount(computev1connect.NewInstanceServiceHandler(computev1connect.UnimplementedInstanceServiceHandler{}, options...))
 	}
 	mount(computev1connect.NewArtifactServiceHandler(artifactService{a}, options...))
+	mount(computev1connect.NewIsoServiceHandler(isoService{a}, options...))
 	mount(computev1connect.NewEventServiceHandler(eventService{a}, options...))
 	if a.Grants != nil {
 		mount(computev1connect.NewGrantServiceHandler(grantService{a}, options...))

@@ -9,6 +9,7 @@ import (
 	"log/slog"
 	"net/http"
 	"net/http/httptest"
+	"os"
 	"path/filepath"
 	"slices"
 	"strings"
@@ -18,12 +19,14 @@ import (
 
 	"connectrpc.com/connect"
 	"google.golang.org/protobuf/proto"
+	"google.golang.org/protobuf/reflect/protoreflect"
 
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
 	"github.com/better-compute/site-appliance/appliance/api/computev1"
 	"github.com/better-compute/site-appliance/appliance/api/computev1/computev1connect"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/appliance/base/secret"
+	"github.com/better-compute/site-appliance/appliance/gateway/artifacts"
 	"github.com/better-compute/site-appliance/appliance/gateway/commands"
 	"github.com/better-compute/site-appliance/appliance/gateway/metal"
 	"github.com/better-compute/site-appliance/appliance/gateway/module"
@@ -49,7 +52,10 @@ type rig struct {
 	secrets  map[string][]byte
 	started  []workflow.Params
 	imported []byte
-	now      time.Time
+	// files are the disc images'.
+	files       *artifacts.Service
+	artifactDir string
+	now         time.Time
 }
 
 func (r *rig) Submit(_ context.Context, spec commands.Spec) (string, error) {
@@ -80,7 +86,14 @@ func (r *rig) Has(_ context.Context, ref string) (bool, error) {
 	_, ok := r.secrets[ref]
 	return ok, nil
 }
-func (r *rig) Import(_ context.Context, name, arch, format string, in io.Reader) (store.Artifact, error) {
+func (r *rig) Open(sha256 string) (*os.File, error) { return r.files.Open(sha256) }
+func (r *rig) Remove(ctx context.Context, name, arch string) error {
+	return r.files.Remove(ctx, name, arch)
+}
+func (r *rig) Import(ctx context.Context, name, arch, format string, in io.Reader) (store.Artifact, error) {
+	if strings.HasPrefix(name, isoPrefix) {
+		return r.files.Import(ctx, name, arch, format, in)
+	}
 	data, err := io.ReadAll(in)
 	if err != nil {
 		return store.Artifact{}, err
@@ -128,6 +141,9 @@ func newRig(t *testing.T) *rig {
 	must(t, err)
 	t.Cleanup(func() { st.Close() })
 	r.store = st
+	r.artifactDir = filepath.Join(t.TempDir(), "artifacts")
+	r.files, err = artifacts.New(r.artifactDir, st, slog.New(slog.DiscardHandler))
+	must(t, err)
 	r.drivers = &driver.Registry{}
 	hardware, err := metal.New(hardwareOptions)
 	must(t, err)
@@ -193,12 +209,19 @@ func wantError(t *testing.T, what string, err error, code connect.Code, text str
 }
 
 func TestEveryCallHasAPermission(t *testing.T) {
-	services := computev1.File_appliance_api_computev1_compute_proto.Services()
+	var services []protoreflect.ServiceDescriptor
+	for _, file := range []protoreflect.FileDescriptor{
+		computev1.File_appliance_api_computev1_compute_proto, computev1.File_appliance_api_computev1_discovery_proto, computev1.File_appliance_api_computev1_iso_proto,
+	} {
+		for i := range file.Services().Len() {
+			services = append(services, file.Services().Get(i))
+		}
+	}
 	n := 0
-	for i := range services.Len() {
-		for j := range services.Get(i).Methods().Len() {
-			m := services.Get(i).Methods().Get(j)
-			procedure := "/" + string(services.Get(i).FullName()) + "/" + string(m.Name())
+	for _, service := range services {
+		for j := range service.Methods().Len() {
+			m := service.Methods().Get(j)
+			procedure := "/" + string(service.FullName()) + "/" + string(m.Name())
 			if permissions[procedure] == "" {
 				t.Errorf("%s has no permission", procedure)
 			}

@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"io"
 	"regexp"
+	"strings"
 
 	"connectrpc.com/connect"
 
@@ -95,6 +96,9 @@ func (s artifactService) List(ctx context.Context, _ *connect.Request[computev1.
 	}
 	res := &computev1.ListArtifactsResponse{}
 	for _, artifact := range artifacts {
+		if strings.HasPrefix(artifact.Name, isoPrefix) {
+			continue // the catalog of its tenant lists it
+		}
 		res.Items = append(res.Items, wireArtifact(artifact))
 	}
 	return connect.NewResponse(res), nil

@@ -216,6 +216,9 @@ func (s metalService) RebindBmc(ctx context.Context, req *connect.Request[comput
 		if err := s.credentialThere(ctx, bmc); err != nil {
 			return nil, err
 		}
+		if err := metal.CheckIdentity(bmc.Driver, m.PoolID, true, m.MACs, m.ProductUUID); err != nil {
+			return nil, err
+		}
 	}
 	if s.Settle == nil {
 		return nil, apierr.Cannot("rebind-unsupported", "this gateway rebinds nothing")

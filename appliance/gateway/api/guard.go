@@ -35,6 +35,14 @@ var permissions = map[string]string{
 	computev1connect.ArtifactServiceImportProcedure:         "compute:artifacts:write",
 	computev1connect.ArtifactServiceListProcedure:           "compute:artifacts:read",
 	computev1connect.EventServiceListProcedure:              "compute:events:read",
+	computev1connect.IsoServiceAddProcedure:                 "compute:isos:write",
+	computev1connect.IsoServiceListProcedure:                "compute:isos:read",
+	computev1connect.IsoServiceGetProcedure:                 "compute:isos:read",
+	computev1connect.IsoServiceRemoveProcedure:              "compute:isos:write",
+	computev1connect.BootServiceBootIsoProcedure:            "compute:metal:write",
+	computev1connect.BootServiceBootKernelProcedure:         "compute:metal:write",
+	computev1connect.BootServiceBootDiskProcedure:           "compute:metal:write",
+	computev1connect.BootServiceWipeProcedure:               "compute:metal:write",
 	computev1connect.DriverServiceListProcedure:             "compute:drivers:read",
 	computev1connect.PlacementServiceFindProcedure:          "compute:placement:read",
 	computev1connect.WorkflowServiceStartProcedure:          "compute:workflows:write",
@@ -54,6 +62,13 @@ var permissions = map[string]string{
 	computev1connect.GrantServiceApproveProcedure:           "compute:grants:write",
 	computev1connect.GrantServiceGetProcedure:               "compute:grants:read",
 	computev1connect.GrantServiceListProcedure:              "compute:grants:read",
+	computev1connect.SiteServiceSetUnknownProcedure:         "compute:sites:write",
+	computev1connect.SiteServiceGetUnknownProcedure:         "compute:sites:read",
+	computev1connect.MetalServiceListFoundProcedure:         "compute:metal:read",
+	computev1connect.MetalServiceConfirmMacProcedure:        "compute:metal:write",
+	computev1connect.MetalServiceRejectMacProcedure:         "compute:metal:write",
+	computev1connect.MetalServiceSetLoaderProcedure:         "compute:metal:write",
+	computev1connect.PxeServiceExplainProcedure:             "compute:metal:read",
 }
 
 // Permissions are the names that a token may hold, sorted.

@@ -5,9 +5,7 @@ import (
 	"encoding/json"
 	"fmt"
 	"maps"
-	"regexp"
 	"slices"
-	"strings"
 
 	"connectrpc.com/connect"
 	"google.golang.org/protobuf/proto"
@@ -24,11 +22,10 @@ import (
 	"github.com/better-compute/site-appliance/appliance/gateway/workflow"
 	"github.com/better-compute/site-appliance/bmc/bmcv1"
 	"github.com/better-compute/site-appliance/plugins/driver/binding"
+	"github.com/better-compute/site-appliance/pxe/productuuid"
 )
 
 type metalService struct{ *API }
-
-var uuidForm = regexp.MustCompile(`^[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}$`)
 
 // Enroll makes a machine of a pool.
 func (s metalService) Enroll(ctx context.Context, req *connect.Request[computev1.EnrollMachineRequest]) (*connect.Response[computev1.EnrollMachineResponse], error) {
@@ -44,12 +41,18 @@ func (s metalService) Enroll(ctx context.Context, req *connect.Request[computev1
 	if err != nil {
 		return nil, err
 	}
-	uuid := strings.ToLower(in.ProductUuid)
-	if uuid != "" && !uuidForm.MatchString(uuid) {
+	uuid, ok := productuuid.Parse(in.ProductUuid)
+	if uuid != "" && !ok {
 		return nil, apierr.Invalid("product_uuid %q is no UUID", in.ProductUuid)
+	}
+	if err := metal.CheckLoader(in.Loader); err != nil {
+		return nil, err
 	}
 	pool, err := s.Store.Pool(ctx, in.TenantId, in.Pool)
 	if err != nil {
+		return nil, err
+	}
+	if err := s.checkEnrolment(ctx, pool, bmc, macs, uuid); err != nil {
 		return nil, err
 	}
 	if err := s.credentialThere(ctx, bmc); err != nil {
@@ -67,16 +70,40 @@ func (s metalService) Enroll(ctx context.Context, req *connect.Request[computev1
 		return nil, apierr.Invalid("%s", errs.From(err).Message)
 	}
 	m := store.Machine{ID: s.Store.NewID("node"), TenantID: in.TenantId, Name: in.Name, PoolID: pool.ID, SiteID: pool.SiteID, BMC: bmc, MACs: macs,
-		ProductUUID: uuid, State: metal.Enrolled, Created: s.Store.Now(), Drivers: drivers, HardwareProfile: profile}
+		ProductUUID: uuid, State: metal.Enrolled, Created: s.Store.Now(), Drivers: drivers, HardwareProfile: profile, Loader: in.Loader}
 	if err := s.Store.AddMachine(ctx, m); err != nil {
 		return nil, err
 	}
+	s.changed() // a site that inspects unknown machines is to know this one
 	s.audit(ctx, m.SiteID, m.ID, "machine.enrolled", map[string]string{"name": m.Name, "driver": bmc.Driver, "address": bmc.Address, "credentials": bmc.CredentialsRef})
 	out, err := s.wireMachine(ctx, m)
 	if err != nil {
 		return nil, err
 	}
 	return connect.NewResponse(&computev1.EnrollMachineResponse{Machine: out}), nil
+}
+
+// SetLoader changes the boot program that a machine's UEFI firmware gets. The box hears
+// of it with the next change of what boots there.
+func (s metalService) SetLoader(ctx context.Context, req *connect.Request[computev1.SetLoaderRequest]) (*connect.Response[computev1.SetLoaderResponse], error) {
+	in := req.Msg
+	if err := metal.CheckLoader(in.Loader); err != nil {
+		return nil, err
+	}
+	m, err := s.Store.Machine(ctx, in.TenantId, in.Machine)
+	if err != nil {
+		return nil, err
+	}
+	if err := s.Store.SetLoader(ctx, m.ID, in.Loader); err != nil {
+		return nil, err
+	}
+	m.Loader = in.Loader
+	s.audit(ctx, m.SiteID, m.ID, "machine.loader", map[string]string{"name": m.Name, "loader": in.Loader})
+	out, err := s.wireMachine(ctx, m)
+	if err != nil {
+		return nil, err
+	}
+	return connect.NewResponse(&computev1.SetLoaderResponse{Machine: out}), nil
 }
 
 // overridesOf reads the drivers that an enrolment binds itself.
@@ -103,7 +130,7 @@ func wireBindings(bindings map[string]binding.Binding) map[string]*computev1.Dri
 func (s metalService) wireMachine(ctx context.Context, m store.Machine) (*computev1.Machine, error) {
 	out := &computev1.Machine{
 		Id: m.ID, Name: m.Name, PoolId: m.PoolID, Macs: m.MACs, ProductUuid: m.ProductUUID, State: m.State, HardwareJson: m.HardwareJSON, Protected: m.Protected,
-		Drivers: wireBindings(m.Drivers), HardwareProfile: m.HardwareProfile,
+		Drivers: wireBindings(m.Drivers), HardwareProfile: m.HardwareProfile, Netboot: metal.Netboot(m.Assignment, s.Store.Now()), Loader: m.Loader,
 		Bmc: &computev1.Bmc{Driver: m.BMC.Driver, Address: m.BMC.Address, CredentialsRef: m.BMC.CredentialsRef, TlsSpkiSha256: m.BMC.TLSSPKISHA256, DriverOptionsJson: m.BMC.DriverOptions},
 	}
 	var err error
@@ -287,7 +314,7 @@ func (s metalService) SetBootDevice(ctx context.Context, req *connect.Request[co
 // online: the workflow waits for it.
 func (s metalService) start(ctx context.Context, m store.Machine, name string, p workflow.Params) (string, error) {
 	if len(m.MACs) == 0 {
-		return "", apierr.Busy("no-mac", "machine %s has no MAC to network-boot from", m.Name)
+		return "", apierr.Busy("no-mac", "machine %s has no MAC to network-boot from: confirm one that its site's box has found", m.Name)
 	}
 	p.Traceparent = traceparent()
 	return s.Workflows.Start(ctx, name, m, p)

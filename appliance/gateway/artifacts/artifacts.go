@@ -15,6 +15,7 @@ import (
 	"os"
 	"path/filepath"
 	"strings"
+	"sync"
 	"time"
 
 	"connectrpc.com/connect"
@@ -47,12 +48,14 @@ type Service struct {
 	dir   string
 	store *store.Store
 	log   *slog.Logger
+	// mu makes one of a file and its row: a file goes only where no row has it.
+	mu sync.Mutex
 }
 
 var _ agentv1connect.ArtifactServiceHandler = (*Service)(nil)
 
-// New keeps files under dir, which it makes, and removes what imports that
-// were cut off left behind.
+// New keeps files under dir, which it makes, and removes what imports and changes of
+// the catalog that were cut off left behind: nothing else may use dir and st yet.
 func New(dir string, st *store.Store, log *slog.Logger) (*Service, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("open artifacts: %w", err)
@@ -66,7 +69,8 @@ func New(dir string, st *store.Store, log *slog.Logger) (*Service, error) {
 			return nil, fmt.Errorf("open artifacts: %w", err)
 		}
 	}
-	return &Service{dir: dir, store: st, log: log}, nil
+	s := &Service{dir: dir, store: st, log: log}
+	return s, s.sweep(context.Background())
 }
 
 const partPattern = ".part-*"
@@ -86,10 +90,6 @@ func (s *Service) Import(ctx context.Context, name, arch, format string, r io.Re
 	}
 	a := store.Artifact{Name: name, Arch: arch, Format: format, ChunkSizeBytes: ChunkBytes}
 	if err := s.receive(ctx, &a, r); err != nil {
-		return store.Artifact{}, fmt.Errorf("import %s: %w", name, err)
-	}
-	a.Imported = s.store.Now()
-	if err := s.store.PutArtifact(ctx, a); err != nil {
 		return store.Artifact{}, fmt.Errorf("import %s: %w", name, err)
 	}
 	s.log.Info("artifact imported", "name", name, "arch", arch, "sha256", a.SHA256, "bytes", a.SizeBytes, "unpacked_bytes", a.UnpackedSizeBytes)
@@ -119,7 +119,7 @@ func parseDigest(text string) (string, bool) {
 	return text, err == nil && len(raw) == sha256.Size && text == strings.ToLower(text)
 }
 
-// receive writes the file and its chunk list, one pass over the bytes.
+// receive writes the file and its chunk list, one pass over the bytes, and the row.
 func (s *Service) receive(ctx context.Context, a *store.Artifact, r io.Reader) (err error) {
 	file, err := os.CreateTemp(s.dir, partPattern)
 	if err != nil {
@@ -150,6 +150,8 @@ func (s *Service) receive(ctx context.Context, a *store.Artifact, r io.Reader) (
 	if err := file.Sync(); err != nil {
 		return err
 	}
+	s.mu.Lock()
+	defer s.mu.Unlock()
 	// The chunk list first: a file that is there always has its list.
 	if err := atomicfile.Write(s.path(a.SHA256)+".chunks", list, 0o600); err != nil {
 		return err
@@ -157,6 +159,51 @@ func (s *Service) receive(ctx context.Context, a *store.Artifact, r io.Reader) (
 	if err := os.Rename(file.Name(), s.path(a.SHA256)); err != nil {
 		return err
 	}
+	if err := atomicfile.SyncDir(s.dir); err != nil {
+		return err
+	}
+	a.Imported = s.store.Now()
+	return s.store.PutArtifact(ctx, *a)
+}
+
+// sweep removes what the catalog of disc images lost.
+func (s *Service) sweep(ctx context.Context) error {
+	lost, err := s.store.LostISOs(ctx)
+	for _, a := range lost {
+		if err == nil {
+			err = s.Remove(ctx, a.Name, a.Arch)
+		}
+	}
+	if err != nil {
+		return fmt.Errorf("remove lost disc images: %w", err)
+	}
+	return nil
+}
+
+// Open reads a file that is there.
+func (s *Service) Open(sha256 string) (*os.File, error) {
+	digest, ok := parseDigest(sha256)
+	if !ok {
+		return nil, errs.New(errs.InvalidArgs, "%.80q is no SHA-256", sha256)
+	}
+	return os.Open(s.path(digest))
+}
+
+// Remove takes a name away, and the file with it where that was its last.
+func (s *Service) Remove(ctx context.Context, name, arch string) error {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	digest, named, err := s.store.RemoveArtifact(ctx, name, arch)
+	if err != nil || named {
+		return err
+	}
+	// The file first: its list without it is nothing.
+	for _, path := range []string{s.path(digest), s.path(digest) + ".chunks"} {
+		if err := os.Remove(path); err != nil && !errors.Is(err, os.ErrNotExist) {
+			return fmt.Errorf("remove artifact %s: %w", name, err)
+		}
+	}
+	s.log.Info("artifact removed", "name", name, "arch", arch, "sha256", digest)
 	return atomicfile.SyncDir(s.dir)
 }
 

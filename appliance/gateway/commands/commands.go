@@ -203,6 +203,9 @@ func (s *Service) submit(ctx context.Context, spec Spec) (string, error) {
 	if err := MayAct(agent); err != nil {
 		return "", err
 	}
+	if agent.IsStranger() {
+		return "", errs.New(errs.OperationNotAllowed, "agent %s is of a machine that nobody enrolled: it runs nothing", agent.ID)
+	}
 	if !slices.Contains(kind.Roles, agent.Role) {
 		return "", errs.New(errs.RoleMismatch, "%s is not for an agent of this role", spec.Kind)
 	}

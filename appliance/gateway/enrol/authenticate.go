@@ -47,7 +47,7 @@ func (s *Service) Authenticate(next http.Handler) http.Handler {
 			next.ServeHTTP(w, r)
 			return
 		}
-		agent, err := s.identify(r.Context(), r.TLS, r.URL.Path == agentv1connect.EnrolmentServiceRenewProcedure)
+		agent, err := s.identify(r.Context(), r.TLS, r.URL.Path)
 		if err != nil {
 			s.log.Warn("call refused", "peer", r.RemoteAddr, "path", r.URL.Path, "err", err)
 			if r.Method == http.MethodPost && refuse.IsSupported(r) {
@@ -63,7 +63,8 @@ func (s *Service) Authenticate(next http.Handler) http.Handler {
 	})
 }
 
-func (s *Service) identify(ctx context.Context, state *tls.ConnectionState, renewing bool) (store.Agent, error) {
+func (s *Service) identify(ctx context.Context, state *tls.ConnectionState, path string) (store.Agent, error) {
+	renewing := path == agentv1connect.EnrolmentServiceRenewProcedure
 	if state == nil || len(state.PeerCertificates) == 0 {
 		return store.Agent{}, errs.New(errs.NotEnrolled, "this call needs an agent's certificate")
 	}
@@ -83,5 +84,8 @@ func (s *Service) identify(ctx context.Context, state *tls.ConnectionState, rene
 	if err != nil {
 		return store.Agent{}, err
 	}
-	return agent, commands.MayAct(agent)
+	if err := commands.MayAct(agent); err != nil {
+		return agent, err
+	}
+	return agent, s.mayCall(ctx, agent, path)
 }

@@ -54,6 +54,7 @@ type Service struct {
 	store *store.Store
 	keys  *keys.Set
 	log   *slog.Logger
+	paces paces
 	// OnSuperseded hears of an identity that a newer one replaced; set before use.
 	OnSuperseded func(ctx context.Context, agentID string)
 }
@@ -160,7 +161,7 @@ func (s *Service) enroll(ctx context.Context, m *agentv1.EnrollRequest) (*agentv
 		return nil, err
 	}
 	e.Agent.ID = s.store.NewID("ag")
-	if e.Certificate, err = s.issue(e.Agent, m.Csr, public); err != nil {
+	if e.Certificate, err = s.issue(e.Agent, m.Csr, public, e.Certificate.NotAfter); err != nil {
 		return nil, err
 	}
 	done, err := s.store.Enrol(ctx, e)
@@ -241,8 +242,14 @@ func (s *Service) byVoucher(ctx context.Context, m *agentv1.EnrollRequest, signe
 		return fmt.Errorf("read boot window: %w", err)
 	case w.SiteID != box.SiteID:
 		return errs.New(errs.WrongAgent, "boot window %s is not of the box's site", w.ID)
+	case w.MachineID == store.Strangers:
+		if err := stranger(w, v); err != nil {
+			return err
+		}
 	case w.MachineID != v.MachineId || w.Purpose != v.Purpose:
 		return errs.New(errs.WrongAgent, "boot window %s is for another machine or purpose", w.ID)
+	}
+	switch {
 	case m.SiteId != "" && m.SiteId != w.SiteID:
 		return errs.New(errs.RoleMismatch, "the voucher is for another site")
 	case !now.Before(w.Until):
@@ -252,8 +259,14 @@ func (s *Service) byVoucher(ctx context.Context, m *agentv1.EnrollRequest, signe
 	case v.IssuedAtMs > now.Add(clockSkew).UnixMilli():
 		return errs.New(errs.Expired, "the voucher was issued in the future: the box's clock is wrong")
 	}
+	if w.MachineID == store.Strangers {
+		if err := s.room(ctx, w.SiteID, v.MachineId); err != nil {
+			return err
+		}
+		e.Certificate.NotAfter = w.Until
+	}
 	e.WindowID, e.BootNonce = w.ID, v.BootNonce
-	e.Agent.SiteID, e.Agent.MachineID, e.Agent.WindowID = w.SiteID, w.MachineID, w.ID
+	e.Agent.SiteID, e.Agent.MachineID, e.Agent.WindowID = w.SiteID, v.MachineId, w.ID
 	return nil
 }
 
@@ -310,12 +323,20 @@ func parseCSR(der []byte) (*ecdsa.PublicKey, error) {
 
 // issue makes the leaf and says when to renew it: from half of its life on,
 // spread over a tenth, so that boxes that enrolled together do not renew together.
-func (s *Service) issue(a store.Agent, csr []byte, public *ecdsa.PublicKey) (store.Certificate, error) {
+// One with an end of its own is not renewed.
+func (s *Service) issue(a store.Agent, csr []byte, public *ecdsa.PublicKey, end time.Time) (store.Certificate, error) {
 	life := longLife
 	if a.Role == agentv1.Role_ROLE_RAMDISK {
 		life = ramdiskLife
 	}
 	now := s.store.Now()
+	if !end.IsZero() {
+		life = end.Sub(now)
+	}
+	renew := now.Add(life/2 + time.Duration(mathrand.Int64N(max(int64(life/10), 1))))
+	if !end.IsZero() {
+		renew = end
+	}
 	der, err := s.keys.Authority.IssueAgent(a.ID, public, now, now.Add(life))
 	if err != nil {
 		return store.Certificate{}, err
@@ -326,7 +347,7 @@ func (s *Service) issue(a store.Agent, csr []byte, public *ecdsa.PublicKey) (sto
 		CSRHash:     sha256.Sum256(csr),
 		DER:         der,
 		NotAfter:    now.Add(life),
-		RenewAfter:  now.Add(life/2 + time.Duration(mathrand.Int64N(int64(life/10)))),
+		RenewAfter:  renew,
 	}, nil
 }
 
@@ -362,7 +383,7 @@ func (s *Service) renew(ctx context.Context, m *agentv1.RenewRequest) (*agentv1.
 		}
 	}
 	if leaf.AgentID == "" {
-		if leaf, err = s.issue(agent, m.Csr, public); err != nil {
+		if leaf, err = s.issue(agent, m.Csr, public, time.Time{}); err != nil {
 			return nil, err
 		}
 		if err := s.store.AddCertificate(ctx, leaf); err != nil {

@@ -296,6 +296,12 @@ func TestDescribe(t *testing.T) {
 		"for a machine's sake": {boot("a"), Subject{Kind: "pxe.assign", Operation: "pxe.assign", Targets: []string{"machine:a"}, Artifacts: []string{"of a"}}},
 		"for nobody's":         {boot(""), Subject{Kind: "pxe.assign", Operation: "pxe.assign", Targets: []string{"machine:a", "machine:c"}, Artifacts: []string{"of a", "of c"}}},
 		"back to the disk":     {boot("b"), Subject{}},
+		"a disc image": {&agentv1.CommandPayload{Kind: "pxe.assign", TargetNodeId: "a", Args: marshal(&pxev1.AssignRequest{Version: 1, Machines: []*pxev1.Machine{
+			{MachineId: "a", Action: pxev1.Action_ACTION_ISO, Iso: &pxev1.Iso{Sha256: "iso"}}}})},
+			Subject{Kind: "pxe.assign", Operation: "pxe.assign", Targets: []string{"machine:a"}, Artifacts: []string{"iso"}}},
+		"a kernel": {&agentv1.CommandPayload{Kind: "pxe.assign", TargetNodeId: "a", Args: marshal(&pxev1.AssignRequest{Version: 1, Machines: []*pxev1.Machine{
+			{MachineId: "a", Action: pxev1.Action_ACTION_KERNEL, Kernel: &pxev1.Kernel{Sha256: "kernel", InitrdSha256: "initrd"}}}})},
+			Subject{Kind: "pxe.assign", Operation: "pxe.assign", Targets: []string{"machine:a"}, Artifacts: []string{"kernel", "initrd"}}},
 		"image": {&agentv1.CommandPayload{Kind: "image.stream", Args: marshal(&imagev1.StreamRequest{Sha256: "ab"})},
 			Subject{Kind: "image.stream", Operation: "image.stream", Targets: []string{"machine:node_self"}, Artifacts: []string{"ab"}}},
 		"wipe":    {&agentv1.CommandPayload{Kind: "disk.wipe"}, Subject{Kind: "disk.wipe", Operation: "disk.wipe", Targets: []string{"machine:node_self"}}},

@@ -34,7 +34,7 @@ const (
 	bindKind   = cmdkind.Bind
 	assignKind = cmdkind.Assign
 	streamKind = cmdkind.Stream
-	wipeKind   = "disk.wipe"
+	wipeKind   = cmdkind.Wipe
 )
 
 // readers read the arguments of the kinds that grants are for. machine is the
@@ -60,6 +60,11 @@ var readers = map[string]func(p *agentv1.CommandPayload, machine string) (Subjec
 			if m.GetAction() != pxev1.Action_ACTION_LOCAL_DISK && (p.GetTargetNodeId() == "" || p.GetTargetNodeId() == m.GetMachineId()) {
 				s.Targets = append(s.Targets, grants.Machine(m.GetMachineId()))
 				s.Artifacts = append(s.Artifacts, m.GetArtifacts()...)
+				for _, a := range []string{m.GetIso().GetSha256(), m.GetKernel().GetSha256(), m.GetKernel().GetInitrdSha256()} {
+					if a != "" {
+						s.Artifacts = append(s.Artifacts, a)
+					}
+				}
 			}
 		}
 		return s, len(s.Targets) > 0

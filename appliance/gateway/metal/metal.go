@@ -32,6 +32,8 @@ const (
 	Inspected  = "inspected"
 	Deploying  = "deploying"
 	Deployed   = "deployed"
+	Wiping     = "wiping"
+	Wiped      = "wiped"
 	Failed     = "failed"
 )
 
@@ -142,14 +144,14 @@ func validAddress(address string) bool {
 	return len(host) <= 253 && hostName.MatchString(host)
 }
 
-// maxMACs is what a box takes of one machine: with more, it would refuse every
+// MaxMACs is what a box takes of one machine: with more, it would refuse every
 // snapshot of the whole site.
-const maxMACs = 16
+const MaxMACs = 16
 
 // ParseMACs checks and normalises MACs: lower-case, colon-separated, sorted.
 func ParseMACs(macs []string) ([]string, error) {
-	if len(macs) > maxMACs {
-		return nil, apierr.Invalid("macs: at most %d, not %d", maxMACs, len(macs))
+	if len(macs) > MaxMACs {
+		return nil, apierr.Invalid("macs: at most %d, not %d", MaxMACs, len(macs))
 	}
 	var out []string
 	for _, text := range macs {
@@ -196,6 +198,7 @@ const (
 	VerbInspect  Verb = "inspect"
 	VerbDeploy   Verb = "deploy"
 	VerbRotate   Verb = "rotate"
+	VerbWipe     Verb = "wipe"
 )
 
 var needs = map[Verb][]string{
@@ -205,6 +208,7 @@ var needs = map[Verb][]string{
 	VerbInspect:  {GetPower, SetPower, SetBootDevice},
 	VerbDeploy:   {GetPower, SetPower, SetBootDevice},
 	VerbRotate:   {Rotation},
+	VerbWipe:     {GetPower, SetPower, SetBootDevice},
 }
 
 // serves are the operations of the drivers that metal knows.
@@ -280,17 +284,14 @@ func BootCommand(b store.BMC, d BootDevice) (Command, error) {
 
 // AssignCommand carries the whole site's boot decisions. A machine without a
 // MAC is left out, and a window that is over is not opened again.
-func AssignCommand(version uint64, machines []store.Machine, now time.Time) Command {
-	req := &pxev1.AssignRequest{Version: version}
-	for _, m := range machines {
+func AssignCommand(next store.Snapshot, now time.Time) Command {
+	req := &pxev1.AssignRequest{Version: next.Version, Unknown: unknown(next.Unknown, next.Machines, now)}
+	for _, m := range next.Machines {
 		if len(m.MACs) == 0 {
 			continue
 		}
-		entry := &pxev1.Machine{MachineId: m.ID, Name: m.Name, Macs: m.MACs, Action: pxev1.Action_ACTION_LOCAL_DISK, Protected: m.Protected}
-		if a := m.Assignment; a.Action == Ramdisk && a.WindowUntil.After(now) {
-			entry.Action, entry.Purpose, entry.WindowId = pxev1.Action_ACTION_RAMDISK, a.Purpose, a.WindowID
-			entry.WindowUntilMs, entry.Artifacts = a.WindowUntil.UnixMilli(), a.Artifacts
-		}
+		entry := &pxev1.Machine{MachineId: m.ID, Name: m.Name, Macs: m.MACs, Action: pxev1.Action_ACTION_LOCAL_DISK, Protected: m.Protected, Loader: m.Loader}
+		boots(entry, m, now)
 		req.Machines = append(req.Machines, entry)
 	}
 	c := CommandOf(cmdkind.Assign)
@@ -300,13 +301,22 @@ func AssignCommand(version uint64, machines []store.Machine, now time.Time) Comm
 
 var sshKey = regexp.MustCompile(`^(ssh|ecdsa|sk)-[A-Za-z0-9@.-]+ [A-Za-z0-9+/]+={0,3}( [^\x00-\x1f\x7f]*)?$`)
 
+func checkSerial(s string) error {
+	if s == "" || len(s) > 128 || strings.TrimSpace(s) != s || strings.ContainsFunc(s, func(r rune) bool { return r < ' ' || r > '~' }) {
+		return apierr.Invalid("disk_serial: want 1 to 128 printable ASCII characters, no space at the ends")
+	}
+	return nil
+}
+
 // CheckSeed checks what a deploy puts beside the image.
 func CheckSeed(diskSerial, hostname string, keys []string) error {
-	switch {
-	case diskSerial == "":
+	if diskSerial == "" {
 		return apierr.Invalid("disk_serial is missing: a deploy names the disk that it overwrites")
-	case len(diskSerial) > 128 || strings.TrimSpace(diskSerial) != diskSerial || strings.ContainsFunc(diskSerial, func(r rune) bool { return r < ' ' || r > '~' }):
-		return apierr.Invalid("disk_serial: want at most 128 printable ASCII characters, no space at the ends")
+	}
+	if err := checkSerial(diskSerial); err != nil {
+		return err
+	}
+	switch {
 	case len(hostname) > 253 || !hostName.MatchString(hostname):
 		return apierr.Invalid("hostname %q is no host name", hostname)
 	case len(keys) > 64:

@@ -191,15 +191,18 @@ func TestAssignCommand(t *testing.T) {
 	machines := []store.Machine{
 		{ID: "node_1", Name: "a", MACs: []string{"52:54:00:00:00:01"}, Assignment: in(time.Hour)},
 		{ID: "node_2", Name: "b", MACs: []string{"52:54:00:00:00:02"}, Assignment: in(-time.Second)},
-		{ID: "node_3", Name: "c", MACs: []string{"52:54:00:00:00:03"}, Assignment: store.Assignment{Action: LocalDisk}},
+		{ID: "node_3", Name: "c", MACs: []string{"52:54:00:00:00:03"}, Assignment: store.Assignment{Action: LocalDisk}, Loader: "shim"},
 		{ID: "node_4", Name: "d"},
 	}
-	req := AssignCommand(7, machines, now).Args.(*pxev1.AssignRequest)
+	req := AssignCommand(store.Snapshot{Version: 7, Machines: machines}, now).Args.(*pxev1.AssignRequest)
 	if req.Version != 7 || len(req.Machines) != 3 {
 		t.Fatalf("AssignCommand = %v, want version 7 of three machines", req)
 	}
 	if m := req.Machines[0]; m.Action != pxev1.Action_ACTION_RAMDISK || m.WindowId != "win_1" || m.Purpose != "deploy" || len(m.Artifacts) != 1 {
 		t.Errorf("open window: %v", m)
+	}
+	if req.Machines[0].Loader != "" || req.Machines[2].Loader != "shim" {
+		t.Errorf("loaders %q and %q, want the usual one and shim", req.Machines[0].Loader, req.Machines[2].Loader)
 	}
 	for _, m := range req.Machines[1:] {
 		if m.Action != pxev1.Action_ACTION_LOCAL_DISK || m.WindowId != "" || m.Purpose != "" || m.Artifacts != nil {

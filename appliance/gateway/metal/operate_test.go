@@ -146,7 +146,7 @@ func TestParseMachinesWithoutBMC(t *testing.T) {
 
 // TestProtectionTravels: the box learns of it with the boot decisions.
 func TestProtectionTravels(t *testing.T) {
-	c := AssignCommand(1, []store.Machine{{ID: "node_1", MACs: []string{"52:54:00:12:34:56"}, Protected: true}, {ID: "node_2", MACs: []string{"52:54:00:12:34:57"}}}, time.Now())
+	c := AssignCommand(store.Snapshot{Version: 1, Machines: []store.Machine{{ID: "node_1", MACs: []string{"52:54:00:12:34:56"}, Protected: true}, {ID: "node_2", MACs: []string{"52:54:00:12:34:57"}}}}, time.Now())
 	if text := c.Args.(interface{ String() string }).String(); strings.Count(text, "protected:true") != 1 {
 		t.Errorf("the snapshot is %s, want one machine protected", text)
 	}

@@ -45,7 +45,9 @@ var kinds = []struct {
 	{cmdkind.Firmware, time.Hour, true, agentv1.Role_ROLE_SITE},
 	{cmdkind.Bind, 30 * time.Second, true, agentv1.Role_ROLE_SITE},
 	{cmdkind.Assign, 30 * time.Second, true, agentv1.Role_ROLE_SITE},
+	{cmdkind.Fetch, 4 * time.Hour, false, agentv1.Role_ROLE_SITE},
 	{cmdkind.Stream, time.Hour, true, agentv1.Role_ROLE_RAMDISK},
+	{cmdkind.Wipe, 20 * time.Hour, true, agentv1.Role_ROLE_RAMDISK},
 }
 
 // Kinds are the command kinds that metal brings.

@@ -24,6 +24,8 @@ const (
 	maxEventBody  = 256 << 10
 	maxMessage    = 4 << 10
 	maxResult     = 4 << 20
+	// maxReports bounds the events in one session of a machine that nobody enrolled.
+	maxReports = 256
 	// seenEvery is how often a heartbeat alone moves the time last seen.
 	seenEvery = time.Minute
 )
@@ -287,6 +289,11 @@ func (x *session) events(ctx context.Context, first *agentv1.Event, frames <-cha
 			}
 		default:
 			after = &received{}
+		}
+	}
+	if x.agent.IsStranger() {
+		if x.reports += len(batch); x.reports > maxReports {
+			return closing(errs.RateLimited, time.Hour, "more than %d events of a machine that nobody enrolled", maxReports), nil
 		}
 	}
 	for i, e := range batch {

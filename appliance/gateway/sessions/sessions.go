@@ -150,6 +150,7 @@ type session struct {
 	echo     uint64
 	seq      uint64
 	lastSeen time.Time
+	reports  int // events of a stranger
 }
 
 // close asks the session's owner to end it.
@@ -354,7 +355,7 @@ func (x *session) hello(ctx context.Context, frames <-chan received) (*agentv1.H
 		return nil, closing(errs.ProtocolUnsupported, time.Hour, "this gateway speaks protocol %d, the agent %d to %d", Protocol, h.ProtocolMin, h.ProtocolMax), nil
 	case h.BootId == "" || h.JournalEpoch == "" || h.EventEpoch == "":
 		return nil, closing(errs.InvalidPayload, time.Minute, "Hello lacks boot_id, journal_epoch or event_epoch"), nil
-	case len(h.Drivers) > 1024 || len(h.Capabilities) > 1024 || len(h.Open) > 1<<16 || len(h.Lanes) > 64 || aboutItself(h) > maxAboutItself:
+	case len(h.Drivers) > 1024 || len(h.Capabilities) > 1024 || len(h.Open) > 1<<16 || len(h.Lanes) > 64 || aboutItself(h) > maxAboutItself || x.agent.IsStranger() && aboutItself(h) > maxAboutStranger:
 		return nil, closing(errs.InvalidPayload, time.Minute, "Hello lists too much"), nil
 	}
 	return h, nil, nil
@@ -363,6 +364,9 @@ func (x *session) hello(ctx context.Context, frames <-chan received) (*agentv1.H
 // maxAboutItself bounds what an agent's row keeps of its Hello: whoever lists
 // agents reads all of it, again and again.
 const maxAboutItself = 256 << 10
+
+// maxAboutStranger is that of a machine that nobody enrolled.
+const maxAboutStranger = 4 << 10
 
 // aboutItself is how many bytes of a Hello go into the agent's row.
 func aboutItself(h *agentv1.Hello) int {

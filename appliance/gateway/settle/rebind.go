@@ -65,11 +65,11 @@ func (s *Service) tellProtection(ctx context.Context, m store.Machine) error {
 	if err != nil {
 		return err
 	}
-	version, machines, err := s.c.Store.NextSnapshot(ctx, m.SiteID)
+	next, err := s.c.Store.NextSnapshot(ctx, m.SiteID)
 	if err != nil {
 		return err
 	}
-	c := metal.AssignCommand(version, machines, s.c.Store.Now())
+	c := metal.AssignCommand(next, s.c.Store.Now())
 	_, err = s.c.Commands.Submit(ctx, commands.Spec{AgentID: box, TargetNodeID: m.ID, Kind: c.Kind, Lane: c.Lane, Args: c.Args, Timeout: c.Timeout})
 	return err
 }

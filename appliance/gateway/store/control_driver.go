@@ -85,7 +85,8 @@ type Candidate struct {
 
 // Candidates lists the active agents at a tenant's sites with their labels, by
 // id. want narrows them: each of its labels must be there, and have its value
-// unless that is empty. An empty siteID stands for all sites.
+// unless that is empty. An empty siteID stands for all sites. A machine that
+// nobody enrolled is none.
 func (s *Store) Candidates(ctx context.Context, tenantID, siteID string, want map[string]string) ([]Candidate, error) {
 	if want == nil {
 		want = map[string]string{} // null would be a row of json_each
@@ -105,10 +106,10 @@ func (s *Store) Candidates(ctx context.Context, tenantID, siteID string, want ma
 	}, `SELECT a.id, a.role, a.site_id, a.machine_id,
 		(SELECT coalesce(json_group_object(l.key, l.value), '{}') FROM agent_labels l WHERE l.agent_id = a.id)
 		FROM agents a JOIN sites s ON s.id = a.site_id
-		WHERE s.tenant_id = ?1 AND a.state = ?2 AND (?3 = '' OR a.site_id = ?3)
+		WHERE s.tenant_id = ?1 AND a.state = ?2 AND (?3 = '' OR a.site_id = ?3) AND a.machine_id NOT GLOB ?5
 		AND NOT EXISTS (SELECT 1 FROM json_each(?4) w WHERE NOT EXISTS (
 			SELECT 1 FROM agent_labels l WHERE l.agent_id = a.id AND l.key = w.key AND (w.value = '' OR l.value = w.value)))
-		ORDER BY a.id`, tenantID, string(AgentActive), siteID, string(wanted))
+		ORDER BY a.id`, tenantID, string(AgentActive), siteID, string(wanted), Strangers)
 	if err != nil {
 		return nil, fmt.Errorf("list candidates: %w", err)
 	}

@@ -33,14 +33,40 @@ type Machine struct {
 	HardwareProfile string
 	// Protected machines need people's grants for all that is destructive.
 	Protected bool
+	// Loader is the boot program that its UEFI firmware gets; empty: the usual one.
+	Loader string
 }
 
 // Assignment is a machine's part of its site's pxe.assign snapshot.
 type Assignment struct {
-	Action            string // "local-disk" or "ramdisk"
+	Action            string // "local-disk", "ramdisk", "iso", "kernel" or "uki"
 	Purpose, WindowID string
 	WindowUntil       time.Time
 	Artifacts         []string // hex SHA-256
+	Boot              Boot
+}
+
+// Boot is what a machine boots from the network beside the ramdisk.
+type Boot struct {
+	ISO    *BootISO    `json:"iso,omitempty"`
+	Kernel *BootKernel `json:"kernel,omitempty"`
+	// MaxBoots is how often in the window; 0: the box's own bound.
+	MaxBoots uint32 `json:"max_boots,omitempty"`
+}
+
+// BootISO is a disc image of the catalog as it was when it was assigned.
+type BootISO struct {
+	Name      string `json:"name"`
+	SHA256    string `json:"sha256"`
+	SizeBytes uint64 `json:"size_bytes"`
+	Class     int32  `json:"class"`
+}
+
+// BootKernel is a kernel or a unified kernel image.
+type BootKernel struct {
+	SHA256       string `json:"sha256"`
+	InitrdSHA256 string `json:"initrd_sha256,omitempty"`
+	Cmdline      string `json:"cmdline,omitempty"`
 }
 
 // AddMachine stores a machine; ErrConflict when the tenant has one of that
@@ -52,9 +78,9 @@ func (s *Store) AddMachine(ctx context.Context, m Machine) error {
 			return err
 		}
 		_, err = tx.ExecContext(ctx, `INSERT INTO machines (id, tenant_id, name, pool_id, site_id, driver, address, credentials_ref,
-			tls_spki_sha256, driver_options, product_uuid, state, created_ms, hardware_profile, drivers) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`,
+			tls_spki_sha256, driver_options, product_uuid, state, created_ms, hardware_profile, drivers, loader) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)`,
 			m.ID, m.TenantID, m.Name, m.PoolID, m.SiteID, m.BMC.Driver, m.BMC.Address, m.BMC.CredentialsRef,
-			m.BMC.TLSSPKISHA256, m.BMC.DriverOptions, m.ProductUUID, m.State, toMS(m.Created), m.HardwareProfile, drivers)
+			m.BMC.TLSSPKISHA256, m.BMC.DriverOptions, m.ProductUUID, m.State, toMS(m.Created), m.HardwareProfile, drivers, m.Loader)
 		if err != nil {
 			return taken(err)
 		}
@@ -63,8 +89,16 @@ func (s *Store) AddMachine(ctx context.Context, m Machine) error {
 			if err != nil {
 				return fmt.Errorf("mac %s: %w", mac, taken(err))
 			}
+			if err := resolve(ctx, tx, m.SiteID, mac); err != nil {
+				return err
+			}
 		}
-		return nil
+		if len(m.MACs) == 0 && m.ProductUUID == "" {
+			return nil
+		}
+		// Until its box hears of it, the machine would be inspected as a stranger.
+		_, err = tx.ExecContext(ctx, `UPDATE sites SET assign_change = assign_change + 1 WHERE id = ? AND unknown_inspect = 1`, m.SiteID)
+		return err
 	})
 	if err != nil {
 		return fmt.Errorf("add machine %s: %w", m.Name, err)
@@ -73,19 +107,22 @@ func (s *Store) AddMachine(ctx context.Context, m Machine) error {
 }
 
 const machineSelect = `SELECT id, tenant_id, name, pool_id, site_id, driver, address, credentials_ref, tls_spki_sha256, driver_options,
-	product_uuid, state, hardware_json, created_ms, action, purpose, window_id, window_until_ms, artifacts, hardware_profile, drivers, protected,
+	product_uuid, state, hardware_json, created_ms, action, purpose, window_id, window_until_ms, artifacts, boot, hardware_profile, drivers, protected, loader,
 	(SELECT json_group_array(mac) FROM (SELECT mac FROM machine_macs WHERE machine_id = machines.id ORDER BY mac)) FROM machines `
 
 func scanMachine(row scanner) (Machine, error) {
 	var m Machine
 	var created, until int64
-	var artifacts, drivers, macs string
+	var artifacts, boot, drivers, macs string
 	a := &m.Assignment
 	err := row.Scan(&m.ID, &m.TenantID, &m.Name, &m.PoolID, &m.SiteID, &m.BMC.Driver, &m.BMC.Address, &m.BMC.CredentialsRef,
 		&m.BMC.TLSSPKISHA256, &m.BMC.DriverOptions, &m.ProductUUID, &m.State, &m.HardwareJSON, &created,
-		&a.Action, &a.Purpose, &a.WindowID, &until, &artifacts, &m.HardwareProfile, &drivers, &m.Protected, &macs)
+		&a.Action, &a.Purpose, &a.WindowID, &until, &artifacts, &boot, &m.HardwareProfile, &drivers, &m.Protected, &m.Loader, &macs)
 	if err == nil {
 		err = json.Unmarshal([]byte(artifacts), &a.Artifacts)
+	}
+	if err == nil && boot != "" {
+		err = json.Unmarshal([]byte(boot), &a.Boot)
 	}
 	if err == nil {
 		err = json.Unmarshal([]byte(macs), &m.MACs)
@@ -116,6 +153,14 @@ func (s *Store) Machines(ctx context.Context, tenantID string) ([]Machine, error
 	return machines, nil
 }
 
+// SetLoader changes the boot program that a machine gets.
+func (s *Store) SetLoader(ctx context.Context, machineID, loader string) error {
+	if _, err := s.w.ExecContext(ctx, `UPDATE machines SET loader = ? WHERE id = ?`, loader, machineID); err != nil {
+		return fmt.Errorf("set the loader of %s: %w", machineID, err)
+	}
+	return nil
+}
+
 // RecordHardware keeps what a machine's ramdisk reported, as JSON.
 func (s *Store) RecordHardware(ctx context.Context, machineID, hardware string) error {
 	_, err := s.w.ExecContext(ctx, `UPDATE machines SET hardware_json = ? WHERE id = ?`, hardware, machineID)
@@ -125,34 +170,58 @@ func (s *Store) RecordHardware(ctx context.Context, machineID, hardware string) 
 	return nil
 }
 
+// Snapshot is what a site's box is to boot, as one version.
+type Snapshot struct {
+	Version  uint64
+	Machines []Machine // all of the site's, by id
+	Unknown  Unknown
+	// Change is how many changes it holds that the box is to hear of by themselves.
+	Change int64
+}
+
+// nextSnapshot raises the version of a site's snapshot and reads it.
+func nextSnapshot(ctx context.Context, tx *sql.Tx, siteID string) (Snapshot, error) {
+	var n Snapshot
+	var version int64
+	row := tx.QueryRowContext(ctx, `UPDATE sites SET assign_version = assign_version + 1 WHERE id = ? RETURNING assign_version, assign_change, `+unknownColumns, siteID)
+	err := scanUnknown(row, &n.Unknown, &version, &n.Change)
+	if err != nil {
+		return Snapshot{}, one(err)
+	}
+	n.Version = uint64(version)
+	n.Machines, err = list(ctx, tx, scanMachine, machineSelect+`WHERE site_id = ? ORDER BY id`, siteID)
+	return n, err
+}
+
 // Assign sets a machine's part of its site's snapshot and, in the same
-// transaction, raises the snapshot's version, hands version and machines (all
-// of the site's, by id) to record, and saves the step that record answers.
+// transaction, raises the snapshot's version, hands the snapshot to record, and
+// saves the step that record answers.
 // So a version exists if and only if the step that carries it is stored.
-func (s *Store) Assign(ctx context.Context, siteID, machineID string, a Assignment, record func(version uint64, machines []Machine) (WorkflowStep, error)) error {
+func (s *Store) Assign(ctx context.Context, siteID, machineID string, a Assignment, record func(Snapshot) (WorkflowStep, error)) error {
 	err := s.write(ctx, func(tx *sql.Tx) error {
 		artifacts, err := json.Marshal(append([]string{}, a.Artifacts...))
 		if err != nil {
 			return err
 		}
-		res, err := tx.ExecContext(ctx, `UPDATE machines SET action = ?, purpose = ?, window_id = ?, window_until_ms = ?, artifacts = ?
-			WHERE id = ? AND site_id = ?`, a.Action, a.Purpose, a.WindowID, toMS(a.WindowUntil), string(artifacts), machineID, siteID)
+		boot := []byte{}
+		if a.Boot != (Boot{}) {
+			if boot, err = json.Marshal(a.Boot); err != nil {
+				return err
+			}
+		}
+		res, err := tx.ExecContext(ctx, `UPDATE machines SET action = ?, purpose = ?, window_id = ?, window_until_ms = ?, artifacts = ?, boot = ?
+			WHERE id = ? AND site_id = ?`, a.Action, a.Purpose, a.WindowID, toMS(a.WindowUntil), string(artifacts), string(boot), machineID, siteID)
 		if err != nil {
 			return err
 		}
 		if n, err := res.RowsAffected(); err != nil || n != 1 {
 			return fmt.Errorf("machine %s of site %s: %w", machineID, siteID, ErrNotFound)
 		}
-		var version int64
-		err = tx.QueryRowContext(ctx, `UPDATE sites SET assign_version = assign_version + 1 WHERE id = ? RETURNING assign_version`, siteID).Scan(&version)
-		if err != nil {
-			return one(err)
-		}
-		machines, err := list(ctx, tx, scanMachine, machineSelect+`WHERE site_id = ? ORDER BY id`, siteID)
+		snapshot, err := nextSnapshot(ctx, tx, siteID)
 		if err != nil {
 			return err
 		}
-		step, err := record(uint64(version), machines)
+		step, err := record(snapshot)
 		if err != nil {
 			return err
 		}
@@ -164,22 +233,17 @@ func (s *Store) Assign(ctx context.Context, siteID, machineID string, a Assignme
 	return nil
 }
 
-// NextSnapshot raises the version of a site's snapshot and lists the site's
-// machines, by id, as they are in it.
-func (s *Store) NextSnapshot(ctx context.Context, siteID string) (version uint64, machines []Machine, err error) {
-	err = s.write(ctx, func(tx *sql.Tx) error {
-		var v int64
-		if err := tx.QueryRowContext(ctx, `UPDATE sites SET assign_version = assign_version + 1 WHERE id = ? RETURNING assign_version`, siteID).Scan(&v); err != nil {
-			return one(err)
-		}
-		version = uint64(v)
-		machines, err = list(ctx, tx, scanMachine, machineSelect+`WHERE site_id = ? ORDER BY id`, siteID)
+// NextSnapshot raises the version of a site's snapshot.
+func (s *Store) NextSnapshot(ctx context.Context, siteID string) (Snapshot, error) {
+	var n Snapshot
+	err := s.write(ctx, func(tx *sql.Tx) (err error) {
+		n, err = nextSnapshot(ctx, tx, siteID)
 		return err
 	})
 	if err != nil {
-		return 0, nil, fmt.Errorf("next snapshot of %s: %w", siteID, err)
+		return Snapshot{}, fmt.Errorf("next snapshot of %s: %w", siteID, err)
 	}
-	return version, machines, nil
+	return n, nil
 }
 
 // maxHeard bounds how far a box may raise the version: a box that takes its place

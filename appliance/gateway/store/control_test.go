@@ -110,7 +110,8 @@ func TestAssign(t *testing.T) {
 	}
 	a := Assignment{Action: "ramdisk", Purpose: "deploy", WindowID: "win_1", WindowUntil: time.UnixMilli(7).UTC(), Artifacts: []string{"aa"}}
 	step := WorkflowStep{WorkflowID: "wf_1", Seq: 0, ID: "main.0", State: StateRunning}
-	record := func(version uint64, machines []Machine) (WorkflowStep, error) {
+	record := func(next Snapshot) (WorkflowStep, error) {
+		version, machines := next.Version, next.Machines
 		if len(machines) != 2 || machines[0].Assignment.WindowID != "win_1" || machines[1].Assignment.Action != "local-disk" {
 			t.Errorf("snapshot = %+v", machines)
 		}
@@ -128,7 +129,7 @@ func TestAssign(t *testing.T) {
 	}
 	// What cannot be recorded did not happen.
 	broken := errors.New("broken")
-	err := s.Assign(ctx, "site_1", "node_2", a, func(uint64, []Machine) (WorkflowStep, error) { return WorkflowStep{}, broken })
+	err := s.Assign(ctx, "site_1", "node_2", a, func(Snapshot) (WorkflowStep, error) { return WorkflowStep{}, broken })
 	if version, _ := s.AssignVersion(ctx, "site_1"); !errors.Is(err, broken) || version != 2 {
 		t.Errorf("Assign = %v at version %d, want %v at 2", err, version, broken)
 	}
@@ -165,7 +166,7 @@ func TestWorkflowRows(t *testing.T) {
 		t.Errorf("RunningWorkflows = %+v, %v", running, err)
 	}
 	wf.State, wf.ErrorCode, wf.Ended = StateFailed, "timeout", time.UnixMilli(9)
-	if err := s.EndWorkflow(ctx, wf, "failed", Event{Name: "workflow.ended", Class: "audit", MachineID: "node_1"}); err != nil {
+	if err := s.EndWorkflow(ctx, wf, "failed", true, Event{Name: "workflow.ended", Class: "audit", MachineID: "node_1"}); err != nil {
 		t.Fatal(err)
 	}
 	got, err := s.WorkflowSteps(ctx, "wf_1")

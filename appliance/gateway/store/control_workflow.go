@@ -99,10 +99,10 @@ func (s *Store) addEvent(ctx context.Context, tx *sql.Tx, e Event) error {
 	return err
 }
 
-// EndWorkflow stores a workflow's end, its machine's state and the event. A failed one
-// also ends its running step as failed, and gives the machine back to its own
-// disk in the site's next snapshot. With an empty state the machine stays as it is.
-func (s *Store) EndWorkflow(ctx context.Context, w Workflow, machineState string, e Event) error {
+// EndWorkflow stores a workflow's end, its machine's state, unless that is empty, and
+// the event. A failed one also ends its running step as failed, and gives the machine
+// back to its own disk in the site's next snapshot where giveBack says so.
+func (s *Store) EndWorkflow(ctx context.Context, w Workflow, machineState string, giveBack bool, e Event) error {
 	err := s.write(ctx, func(tx *sql.Tx) error {
 		res, err := tx.ExecContext(ctx, `UPDATE workflows SET state = ?, error_code = ?, error_message = ?, ended_ms = ? WHERE id = ? AND state = ?`,
 			w.State, w.ErrorCode, w.ErrorMessage, toMS(w.Ended), w.ID, StateRunning)
@@ -119,19 +119,18 @@ func (s *Store) EndWorkflow(ctx context.Context, w Workflow, machineState string
 				return err
 			}
 		}
-		if machineState == "" {
-			return s.addEvent(ctx, tx, e)
-		}
-		if w.State == StateFailed {
+		if w.State == StateFailed && giveBack {
 			_, err = tx.ExecContext(ctx, `UPDATE machines SET action = 'local-disk', purpose = '', window_id = '', window_until_ms = 0,
-				artifacts = '[]' WHERE id = ?`, w.MachineID)
+				artifacts = '[]', boot = '' WHERE id = ?`, w.MachineID)
 			if err != nil {
 				return err
 			}
 		}
-		_, err = tx.ExecContext(ctx, `UPDATE machines SET state = ? WHERE id = ?`, machineState, w.MachineID)
-		if err != nil {
-			return err
+		if machineState != "" {
+			_, err = tx.ExecContext(ctx, `UPDATE machines SET state = ? WHERE id = ?`, machineState, w.MachineID)
+			if err != nil {
+				return err
+			}
 		}
 		return s.addEvent(ctx, tx, e)
 	})

@@ -144,20 +144,26 @@ var ErrCloned = fmt.Errorf("a boot that ended is back: two boxes share one ident
 
 // Greeted records a Hello, with the labels that it makes, and answers the agent
 // as it is now. A boot_id that
-// was heard before the current one marks the agent as cloned: ErrCloned.
+// was heard before the current one marks the agent as cloned: ErrCloned. So does
+// any other one of a stranger, whose identity is of one boot; what a stranger
+// advertises is not kept.
 func (s *Store) Greeted(ctx context.Context, id string, h *agentv1.Hello) (Agent, error) {
-	drivers, err := json.Marshal(h.Drivers)
-	if err != nil {
-		return Agent{}, err
-	}
-	capabilities, err := json.Marshal(h.Capabilities)
-	if err != nil {
-		return Agent{}, err
-	}
 	var agent Agent
 	cloned := false
-	err = s.write(ctx, func(tx *sql.Tx) error {
+	err := s.write(ctx, func(tx *sql.Tx) (err error) {
 		agent, err = scanAgent(tx.QueryRowContext(ctx, `SELECT `+agentColumns+` FROM agents WHERE id = ?`, id))
+		if err != nil {
+			return err
+		}
+		advertised, can := h.Drivers, h.Capabilities
+		if agent.IsStranger() {
+			advertised, can = nil, nil
+		}
+		drivers, err := json.Marshal(advertised)
+		if err != nil {
+			return err
+		}
+		capabilities, err := json.Marshal(append([]string{}, can...))
 		if err != nil {
 			return err
 		}
@@ -166,7 +172,7 @@ func (s *Store) Greeted(ctx context.Context, id string, h *agentv1.Hello) (Agent
 			if err := tx.QueryRowContext(ctx, `SELECT EXISTS (SELECT 1 FROM agent_boots WHERE agent_id = ? AND boot_id = ?)`, id, h.BootId).Scan(&known); err != nil {
 				return err
 			}
-			if known {
+			if known || agent.BootID != "" && agent.IsStranger() {
 				cloned = true
 				_, err := tx.ExecContext(ctx, `UPDATE agents SET state = ? WHERE id = ?`, string(AgentCloned), id)
 				return err
@@ -184,7 +190,7 @@ func (s *Store) Greeted(ctx context.Context, id string, h *agentv1.Hello) (Agent
 		if err != nil {
 			return err
 		}
-		if err := setLabels(ctx, tx, id, placement.Labels(h.Drivers, h.Capabilities)); err != nil {
+		if err := setLabels(ctx, tx, id, placement.Labels(advertised, can)); err != nil {
 			return err
 		}
 		agent, err = scanAgent(tx.QueryRowContext(ctx, `SELECT `+agentColumns+` FROM agents WHERE id = ?`, id))

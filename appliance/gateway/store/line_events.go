@@ -40,11 +40,22 @@ func (s *Store) AddAgentEvents(ctx context.Context, agentID string, events []*ag
 		if err := tx.QueryRowContext(ctx, `SELECT event_epoch, event_acked, site_id, machine_id FROM agents WHERE id = ?`, agentID).Scan(&epoch, &acked, &site, &machine); err != nil {
 			return one(err)
 		}
+		_, stranger := StrangerMAC(machine)
 		for _, e := range events {
 			// An agent may drop or replace what it has not sent, so the sequence
 			// has gaps; what is not above the acknowledged one was here before.
 			if e.Seq <= acked {
 				continue
+			}
+			if stranger {
+				// It reports its hardware and no more, and the latest report is all that is kept.
+				if e.Name != HardwareEvent || len(e.BodyJson) > MaxStrangerHardware {
+					acked = e.Seq
+					continue
+				}
+				if _, err := tx.ExecContext(ctx, `DELETE FROM events WHERE agent_id = ? AND name = ?`, agentID, HardwareEvent); err != nil {
+					return err
+				}
 			}
 			if _, err := tx.ExecContext(ctx, `INSERT INTO events (received_ms, at_ms, site_id, machine_id, agent_id, epoch, seq, name, class, key, body_json) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)
 				ON CONFLICT (agent_id, epoch, seq) DO NOTHING`,
@@ -93,6 +104,14 @@ func (s *Store) BoxEvent(ctx context.Context, siteID, name, key string) (Event, 
 		WHERE name = ?1 AND key = ?2 AND site_id = ?3 AND agent_id IN (SELECT id FROM agents WHERE site_id = ?3 AND role = ?4)
 		ORDER BY id DESC LIMIT 1`, name, key, siteID, int32(agentv1.Role_ROLE_SITE)))
 	return e, one(err)
+}
+
+// EventsOf are the newest 200 events of this name and key that the site's own box sent
+// and that came since then.
+func (s *Store) EventsOf(ctx context.Context, siteID, name, key string, since time.Time) ([]Event, error) {
+	return list(ctx, s.r, scanEvent, `SELECT id, received_ms, at_ms, site_id, machine_id, agent_id, name, class, key, body_json FROM events
+		WHERE name = ?1 AND key = ?2 AND site_id = ?3 AND received_ms >= ?5 AND agent_id IN (SELECT id FROM agents WHERE site_id = ?3 AND role = ?4)
+		ORDER BY id DESC LIMIT 200`, name, key, siteID, int32(agentv1.Role_ROLE_SITE), since.UnixMilli())
 }
 
 func repeat(s string, n int) string {

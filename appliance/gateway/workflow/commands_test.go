@@ -159,8 +159,8 @@ func TestOvertaken(t *testing.T) {
 	must(t, w.store.AddMachine(t.Context(), other))
 	must(t, w.store.AddWorkflow(t.Context(), store.Workflow{ID: "wf_other", TenantID: "acme", Name: "other", MachineID: "node_2", State: store.StateDone, Params: []byte("{}")},
 		[]store.WorkflowStep{{Seq: 0, ID: "main.0", Name: "x"}}, metal.Enrolled, store.Event{}))
-	must(t, w.store.Assign(t.Context(), "site_1", "node_2", store.Assignment{Action: metal.LocalDisk}, func(version uint64, machines []store.Machine) (store.WorkflowStep, error) {
-		w.assigned = metal.AssignCommand(version, machines, time.Now()).Args.(*pxev1.AssignRequest)
+	must(t, w.store.Assign(t.Context(), "site_1", "node_2", store.Assignment{Action: metal.LocalDisk}, func(next store.Snapshot) (store.WorkflowStep, error) {
+		w.assigned = metal.AssignCommand(next, time.Now()).Args.(*pxev1.AssignRequest)
 		return store.WorkflowStep{WorkflowID: "wf_other", State: store.StateDone}, nil
 	}))
 	w.check(Inspect, w.runUntil(w.engine(), id))

@@ -111,6 +111,15 @@ type Params struct {
 	DiskSerial        string   `json:"disk_serial,omitempty"`
 	Hostname          string   `json:"hostname,omitempty"`
 	SSHAuthorizedKeys []string `json:"ssh_authorized_keys,omitempty"`
+	// Of what boots something that is not the ramdisk. Boot is with the artifacts that
+	// it needs; Window and ByHand say for how long, and that people start the machine.
+	Boot     *store.Boot   `json:"boot,omitempty"`
+	UKI      bool          `json:"uki,omitempty"`
+	Firmware string        `json:"firmware,omitempty"` // "bios"; else UEFI
+	Window   time.Duration `json:"window_ns,omitempty"`
+	ByHand   bool          `json:"by_hand,omitempty"`
+	// Of a wipe.
+	DiskSerials []string `json:"disk_serials,omitempty"`
 	// Of a profile: what it said when the workflow began.
 	Plan []Planned `json:"plan,omitempty"`
 	// Cancelled says that a person ended it.
@@ -130,6 +139,9 @@ type Image struct {
 // Start stores a workflow of the engine's own for a machine and has it run. The
 // window's fields are the engine's to set.
 func (e *Engine) Start(ctx context.Context, name string, m store.Machine, p Params) (id string, err error) {
+	if p.ByHand {
+		name += byHand
+	}
 	actions, err := plan(name)
 	if err != nil {
 		return "", err
@@ -140,15 +152,11 @@ func (e *Engine) Start(ctx context.Context, name string, m store.Machine, p Para
 		}
 	}
 	p.WindowID, p.WindowUntil = e.Store.NewID("win"), e.Store.Now().Add(windowLength(name)).Truncate(time.Millisecond)
-	state := metal.Inspecting
-	if name == Deploy {
-		state = metal.Deploying
-	}
 	var names []string
 	for _, a := range actions {
 		names = append(names, a.name)
 	}
-	return e.begin(ctx, name, m, p, names, state)
+	return e.begin(ctx, name, m, p, names, states[name].during)
 }
 
 // encode is JSON that leaves values inside it as they were written.
@@ -326,14 +334,13 @@ func (e *Engine) execute(ctx, mine context.Context, w store.Workflow) {
 	w.Ended = e.Store.Now()
 	w.State = store.StateDone
 	profile := r != nil && len(r.params.Plan) > 0
-	state := metal.Inspected
-	if w.Name == Deploy {
-		state = metal.Deployed
-	}
+	state := states[w.Name].after
 	if err != nil {
 		failure := errs.From(err)
 		w.State, w.ErrorCode, w.ErrorMessage = store.StateFailed, string(failure.Code), failure.Message
-		state = metal.Failed
+		if state != "" {
+			state = metal.Failed
+		}
 		// Before the end is stored: after it, another workflow may own the machine.
 		if r != nil && !profile {
 			if err := r.release(ctx); err != nil && ctx.Err() == nil {
@@ -350,7 +357,7 @@ func (e *Engine) execute(ctx, mine context.Context, w store.Workflow) {
 	}
 	ended, err := event(w, siteID, "workflow.ended")
 	if err == nil {
-		err = e.Store.EndWorkflow(ctx, w, state, ended)
+		err = e.Store.EndWorkflow(ctx, w, state, !profile, ended)
 	}
 	if err != nil {
 		if ctx.Err() == nil {
@@ -361,8 +368,8 @@ func (e *Engine) execute(ctx, mine context.Context, w store.Workflow) {
 	log.Info("workflow ended", "state", w.State, "code", w.ErrorCode, "message", w.ErrorMessage)
 }
 
-// lockSite makes one assignment of a site at a time, in the order of versions.
-func (e *Engine) lockSite(ctx context.Context, siteID string) (unlock func(), err error) {
+// LockSite makes one assignment of a site at a time, in the order of versions.
+func (e *Engine) LockSite(ctx context.Context, siteID string) (unlock func(), err error) {
 	e.mu.Lock()
 	lock := e.sites[siteID]
 	if lock == nil {

@@ -46,6 +46,9 @@ type world struct {
 	online   map[string]bool
 	power    string
 	device   string
+	efi      bool
+	events   uint64
+	stage    string // what a machine says that boots something else than the ramdisk; none: as its assignment is
 	disk     string // SHA-256 of the image on it
 	token    bool   // a node token was minted
 	secrets  map[string]string
@@ -192,6 +195,10 @@ func decodeArgs(t *testing.T, spec commands.Spec) proto.Message {
 		m = new(pxev1.AssignRequest)
 	case "image.stream":
 		m = new(imagev1.StreamRequest)
+	case "artifact.fetch":
+		m = new(pxev1.FetchRequest)
+	case "disk.wipe":
+		m = new(imagev1.WipeRequest)
 	default:
 		return nil
 	}
@@ -232,7 +239,9 @@ func (w *world) run(spec commands.Spec) (proto.Message, *errs.Error) {
 			var device []metal.BootDevice
 			must(w.t, json.Unmarshal([]byte(args.ArgsJson), &device))
 			w.effects = append(w.effects, "boot "+device[0].Device)
-			w.device = device[0].Device
+			w.device, w.efi = device[0].Device, device[0].EFI
+		case "virtual-media.insert":
+			w.effects = append(w.effects, "insert "+args.ArgsJson)
 		}
 		return &bmcv1.BmcOperationResult{ResultJson: "null"}, nil
 	case *imagev1.StreamRequest:
@@ -245,6 +254,16 @@ func (w *world) run(spec commands.Spec) (proto.Message, *errs.Error) {
 		w.effects = append(w.effects, "stream to "+args.Disk.Serial)
 		w.disk = args.Sha256
 		return &imagev1.StreamResult{Sha256: args.Sha256, UnpackedSha256: args.UnpackedSha256}, nil
+	case *pxev1.FetchRequest:
+		w.effects = append(w.effects, "fetch "+strings.Join(args.Sha256, " "))
+		return &pxev1.FetchResult{Bytes: 1}, nil
+	case *imagev1.WipeRequest:
+		out := &imagev1.WipeResult{}
+		for _, d := range args.Disks {
+			w.effects = append(w.effects, "wipe "+d.Serial)
+			out.Disks = append(out.Disks, &imagev1.WipedDisk{Serial: d.Serial, Method: "discard"})
+		}
+		return out, nil
 	}
 	return nil, errs.New(errs.UnknownKind, "%s", spec.Kind)
 }
@@ -271,6 +290,8 @@ func (w *world) boot() {
 			_, _, err := w.store.AddAgentEvents(context.Background(), id, []*agentv1.Event{{Seq: 1, Name: "machine.hardware", Class: "state", Key: w.m.ID, BodyJson: []byte(`{"source":"ramdisk"}`)}})
 			must(w.t, err)
 		}
+	case device == "pxe" && w.assigned.Machines[0].Action != pxev1.Action_ACTION_LOCAL_DISK:
+		w.fetched()
 	case device == "disk" && w.disk != "" && w.token:
 		id := fmt.Sprintf("ag_node%d", w.n)
 		w.enrol(store.Agent{ID: id, Role: agentv1.Role_ROLE_NODE, SiteID: "site_1", MachineID: w.m.ID})
@@ -370,11 +391,15 @@ func params(name string) Params {
 	if name == Deploy {
 		return Params{Image: image, DiskSerial: "S1", Hostname: "m1"}
 	}
+	if name == Wipe {
+		return Params{DiskSerials: []string{"S1", "S2"}}
+	}
 	return Params{}
 }
 
 var wantEffects = map[string][]string{
 	Inspect: {"assign ramdisk", "power off", "boot pxe", "power on", "assign local_disk", "power off"},
+	Wipe:    {"assign ramdisk", "power off", "boot pxe", "power on", "wipe S1", "wipe S2", "assign local_disk", "power off"},
 	Deploy:  {"assign ramdisk", "power off", "boot pxe", "power on", "stream to S1", "assign local_disk", "power off", "boot disk", "power on"},
 }
 
@@ -388,7 +413,7 @@ func (w *world) check(name string, wf store.Workflow) {
 	}
 	m, err := w.store.Machine(w.t.Context(), "acme", "m1")
 	must(w.t, err)
-	want := map[string]string{Inspect: metal.Inspected, Deploy: metal.Deployed}[name]
+	want := map[string]string{Inspect: metal.Inspected, Deploy: metal.Deployed, Wipe: metal.Wiped}[name]
 	if m.State != want || m.Assignment.Action != metal.LocalDisk {
 		w.t.Errorf("machine is %s with %s, want %s with %s", m.State, m.Assignment.Action, want, metal.LocalDisk)
 	}
@@ -414,7 +439,7 @@ func (w *world) check(name string, wf store.Workflow) {
 }
 
 func TestWorkflows(t *testing.T) {
-	for _, name := range []string{Inspect, Deploy} {
+	for _, name := range []string{Inspect, Deploy, Wipe} {
 		t.Run(name, func(t *testing.T) {
 			w := newWorld(t)
 			e := w.engine()
@@ -440,7 +465,7 @@ func TestWorkflows(t *testing.T) {
 // TestRestart stops the gateway at every point of every step, once each, and
 // wants the next one to finish with no command run twice.
 func TestRestart(t *testing.T) {
-	for _, name := range []string{Inspect, Deploy} {
+	for _, name := range []string{Inspect, Deploy, Wipe} {
 		steps := map[string]bool{}
 		for at := 1; ; at++ {
 			w := newWorld(t)

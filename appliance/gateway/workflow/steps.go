@@ -44,7 +44,7 @@ func assignLocalDisk(ctx context.Context, r *run) error {
 // assign sends the site's snapshot with the machine's new part. The site's
 // lock is held until the box has it, so that versions arrive in order.
 func (r *run) assign(ctx context.Context, a store.Assignment) error {
-	unlock, err := r.e.lockSite(ctx, r.machine.SiteID)
+	unlock, err := r.e.LockSite(ctx, r.machine.SiteID)
 	if err != nil {
 		return err
 	}
@@ -94,12 +94,12 @@ func (r *run) assign(ctx context.Context, a store.Assignment) error {
 // carries it in one transaction.
 func (r *run) snapshot(ctx context.Context, box string, a store.Assignment) error {
 	before := r.step.Data
-	err := r.e.Store.Assign(ctx, r.machine.SiteID, r.machine.ID, a, func(version uint64, machines []store.Machine) (store.WorkflowStep, error) {
-		c, err := saved(box, metal.AssignCommand(version, machines, r.e.Store.Now()))
+	err := r.e.Store.Assign(ctx, r.machine.SiteID, r.machine.ID, a, func(next store.Snapshot) (store.WorkflowStep, error) {
+		c, err := saved(box, metal.AssignCommand(next, r.e.Store.Now()))
 		if err != nil {
 			return store.WorkflowStep{}, err
 		}
-		c.Version = version
+		c.Version = next.Version
 		r.data.Command = c
 		return r.row()
 	})
@@ -123,7 +123,7 @@ func (r *run) release(ctx context.Context) error {
 	}
 	ctx, stop := context.WithTimeout(ctx, 40*time.Second)
 	defer stop()
-	unlock, err := r.e.lockSite(ctx, r.machine.SiteID)
+	unlock, err := r.e.LockSite(ctx, r.machine.SiteID)
 	if err != nil {
 		return err
 	}
@@ -136,12 +136,12 @@ func (r *run) release(ctx context.Context) error {
 		return errs.New(errs.Unavailable, "the site's box is offline")
 	}
 	var c *savedCommand
-	err = r.e.Store.Assign(ctx, r.machine.SiteID, r.machine.ID, store.Assignment{Action: metal.LocalDisk}, func(version uint64, machines []store.Machine) (store.WorkflowStep, error) {
-		c, err = saved(boxes[len(boxes)-1].ID, metal.AssignCommand(version, machines, r.e.Store.Now()))
+	err = r.e.Store.Assign(ctx, r.machine.SiteID, r.machine.ID, store.Assignment{Action: metal.LocalDisk}, func(next store.Snapshot) (store.WorkflowStep, error) {
+		c, err = saved(boxes[len(boxes)-1].ID, metal.AssignCommand(next, r.e.Store.Now()))
 		if err != nil {
 			return store.WorkflowStep{}, err
 		}
-		c.Version = version
+		c.Version = next.Version
 		return *r.step, nil // as it is: the failed step keeps its own command
 	})
 	if err != nil {
@@ -229,14 +229,15 @@ func (r *run) setPower(ctx context.Context, want string) error {
 func bootPXE(ctx context.Context, r *run) error  { return r.boot(ctx, "pxe") }
 func bootDisk(ctx context.Context, r *run) error { return r.boot(ctx, "disk") }
 
-// boot chooses the device of the next boot, under UEFI.
+// boot chooses the device of the next boot, under UEFI unless something else was
+// asked for.
 func (r *run) boot(ctx context.Context, device string) error {
 	_, err := r.command(ctx, func(ctx context.Context) (string, metal.Command, error) {
 		box, err := r.box(ctx)
 		if err != nil {
 			return "", metal.Command{}, err
 		}
-		c, err := metal.BootCommand(r.machine.BMC, metal.BootDevice{Device: device, EFI: true})
+		c, err := metal.BootCommand(r.machine.BMC, metal.BootDevice{Device: device, EFI: r.params.Firmware != metal.BIOS})
 		return box, c, err
 	})
 	return err

@@ -64,6 +64,10 @@ const (
 	SiteServiceHttpProxyProcedure = "/compute.v1.SiteService/HttpProxy"
 	// SiteServiceForgetBmcProcedure is the fully-qualified name of the SiteService's ForgetBmc RPC.
 	SiteServiceForgetBmcProcedure = "/compute.v1.SiteService/ForgetBmc"
+	// SiteServiceSetUnknownProcedure is the fully-qualified name of the SiteService's SetUnknown RPC.
+	SiteServiceSetUnknownProcedure = "/compute.v1.SiteService/SetUnknown"
+	// SiteServiceGetUnknownProcedure is the fully-qualified name of the SiteService's GetUnknown RPC.
+	SiteServiceGetUnknownProcedure = "/compute.v1.SiteService/GetUnknown"
 	// PoolServiceAddProcedure is the fully-qualified name of the PoolService's Add RPC.
 	PoolServiceAddProcedure = "/compute.v1.PoolService/Add"
 	// PoolServiceListProcedure is the fully-qualified name of the PoolService's List RPC.
@@ -101,6 +105,14 @@ const (
 	MetalServiceConfirmPowerProcedure = "/compute.v1.MetalService/ConfirmPower"
 	// MetalServiceConsoleProcedure is the fully-qualified name of the MetalService's Console RPC.
 	MetalServiceConsoleProcedure = "/compute.v1.MetalService/Console"
+	// MetalServiceListFoundProcedure is the fully-qualified name of the MetalService's ListFound RPC.
+	MetalServiceListFoundProcedure = "/compute.v1.MetalService/ListFound"
+	// MetalServiceConfirmMacProcedure is the fully-qualified name of the MetalService's ConfirmMac RPC.
+	MetalServiceConfirmMacProcedure = "/compute.v1.MetalService/ConfirmMac"
+	// MetalServiceRejectMacProcedure is the fully-qualified name of the MetalService's RejectMac RPC.
+	MetalServiceRejectMacProcedure = "/compute.v1.MetalService/RejectMac"
+	// MetalServiceSetLoaderProcedure is the fully-qualified name of the MetalService's SetLoader RPC.
+	MetalServiceSetLoaderProcedure = "/compute.v1.MetalService/SetLoader"
 	// GrantServiceProposeProcedure is the fully-qualified name of the GrantService's Propose RPC.
 	GrantServiceProposeProcedure = "/compute.v1.GrantService/Propose"
 	// GrantServiceGetProcedure is the fully-qualified name of the GrantService's Get RPC.
@@ -145,6 +157,10 @@ type SiteServiceClient interface {
 	// The site's box forgets a BMC's address, which may be no machine's any more;
 	// compute:metal:write.
 	ForgetBmc(context.Context, *connect.Request[computev1.ForgetBmcRequest]) (*connect.Response[computev1.ForgetBmcResponse], error)
+	// What the site does with machines that nobody enrolled; compute:sites:write to
+	// set it, compute:sites:read.
+	SetUnknown(context.Context, *connect.Request[computev1.SetUnknownRequest]) (*connect.Response[computev1.SetUnknownResponse], error)
+	GetUnknown(context.Context, *connect.Request[computev1.GetUnknownRequest]) (*connect.Response[computev1.GetUnknownResponse], error)
 }
 
 // NewSiteServiceClient constructs a client for the compute.v1.SiteService service. By default, it
@@ -182,15 +198,29 @@ func NewSiteServiceClient(httpClient connect.HTTPClient, baseURL string, opts ..
 			connect.WithSchema(siteServiceMethods.ByName("ForgetBmc")),
 			connect.WithClientOptions(opts...),
 		),
+		setUnknown: connect.NewClient[computev1.SetUnknownRequest, computev1.SetUnknownResponse](
+			httpClient,
+			baseURL+SiteServiceSetUnknownProcedure,
+			connect.WithSchema(siteServiceMethods.ByName("SetUnknown")),
+			connect.WithClientOptions(opts...),
+		),
+		getUnknown: connect.NewClient[computev1.GetUnknownRequest, computev1.GetUnknownResponse](
+			httpClient,
+			baseURL+SiteServiceGetUnknownProcedure,
+			connect.WithSchema(siteServiceMethods.ByName("GetUnknown")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
 // siteServiceClient implements SiteServiceClient.
 type siteServiceClient struct {
-	add       *connect.Client[computev1.AddSiteRequest, computev1.AddSiteResponse]
-	list      *connect.Client[computev1.ListSitesRequest, computev1.ListSitesResponse]
-	httpProxy *connect.Client[computev1.SiteHttpProxyRequest, computev1.SiteHttpProxyResponse]
-	forgetBmc *connect.Client[computev1.ForgetBmcRequest, computev1.ForgetBmcResponse]
+	add        *connect.Client[computev1.AddSiteRequest, computev1.AddSiteResponse]
+	list       *connect.Client[computev1.ListSitesRequest, computev1.ListSitesResponse]
+	httpProxy  *connect.Client[computev1.SiteHttpProxyRequest, computev1.SiteHttpProxyResponse]
+	forgetBmc  *connect.Client[computev1.ForgetBmcRequest, computev1.ForgetBmcResponse]
+	setUnknown *connect.Client[computev1.SetUnknownRequest, computev1.SetUnknownResponse]
+	getUnknown *connect.Client[computev1.GetUnknownRequest, computev1.GetUnknownResponse]
 }
 
 // Add calls compute.v1.SiteService.Add.
@@ -213,6 +243,16 @@ func (c *siteServiceClient) ForgetBmc(ctx context.Context, req *connect.Request[
 	return c.forgetBmc.CallUnary(ctx, req)
 }
 
+// SetUnknown calls compute.v1.SiteService.SetUnknown.
+func (c *siteServiceClient) SetUnknown(ctx context.Context, req *connect.Request[computev1.SetUnknownRequest]) (*connect.Response[computev1.SetUnknownResponse], error) {
+	return c.setUnknown.CallUnary(ctx, req)
+}
+
+// GetUnknown calls compute.v1.SiteService.GetUnknown.
+func (c *siteServiceClient) GetUnknown(ctx context.Context, req *connect.Request[computev1.GetUnknownRequest]) (*connect.Response[computev1.GetUnknownResponse], error) {
+	return c.getUnknown.CallUnary(ctx, req)
+}
+
 // SiteServiceHandler is an implementation of the compute.v1.SiteService service.
 type SiteServiceHandler interface {
 	Add(context.Context, *connect.Request[computev1.AddSiteRequest]) (*connect.Response[computev1.AddSiteResponse], error)
@@ -223,6 +263,10 @@ type SiteServiceHandler interface {
 	// The site's box forgets a BMC's address, which may be no machine's any more;
 	// compute:metal:write.
 	ForgetBmc(context.Context, *connect.Request[computev1.ForgetBmcRequest]) (*connect.Response[computev1.ForgetBmcResponse], error)
+	// What the site does with machines that nobody enrolled; compute:sites:write to
+	// set it, compute:sites:read.
+	SetUnknown(context.Context, *connect.Request[computev1.SetUnknownRequest]) (*connect.Response[computev1.SetUnknownResponse], error)
+	GetUnknown(context.Context, *connect.Request[computev1.GetUnknownRequest]) (*connect.Response[computev1.GetUnknownResponse], error)
 }
 
 // NewSiteServiceHandler builds an HTTP handler from the service implementation. It returns the path
@@ -256,6 +300,18 @@ func NewSiteServiceHandler(svc SiteServiceHandler, opts ...connect.HandlerOption
 		connect.WithSchema(siteServiceMethods.ByName("ForgetBmc")),
 		connect.WithHandlerOptions(opts...),
 	)
+	siteServiceSetUnknownHandler := connect.NewUnaryHandler(
+		SiteServiceSetUnknownProcedure,
+		svc.SetUnknown,
+		connect.WithSchema(siteServiceMethods.ByName("SetUnknown")),
+		connect.WithHandlerOptions(opts...),
+	)
+	siteServiceGetUnknownHandler := connect.NewUnaryHandler(
+		SiteServiceGetUnknownProcedure,
+		svc.GetUnknown,
+		connect.WithSchema(siteServiceMethods.ByName("GetUnknown")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/compute.v1.SiteService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case SiteServiceAddProcedure:
@@ -266,6 +322,10 @@ func NewSiteServiceHandler(svc SiteServiceHandler, opts ...connect.HandlerOption
 			siteServiceHttpProxyHandler.ServeHTTP(w, r)
 		case SiteServiceForgetBmcProcedure:
 			siteServiceForgetBmcHandler.ServeHTTP(w, r)
+		case SiteServiceSetUnknownProcedure:
+			siteServiceSetUnknownHandler.ServeHTTP(w, r)
+		case SiteServiceGetUnknownProcedure:
+			siteServiceGetUnknownHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -289,6 +349,14 @@ func (UnimplementedSiteServiceHandler) HttpProxy(context.Context, *connect.Reque
 
 func (UnimplementedSiteServiceHandler) ForgetBmc(context.Context, *connect.Request[computev1.ForgetBmcRequest]) (*connect.Response[computev1.ForgetBmcResponse], error) {
 	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.SiteService.ForgetBmc is not implemented"))
+}
+
+func (UnimplementedSiteServiceHandler) SetUnknown(context.Context, *connect.Request[computev1.SetUnknownRequest]) (*connect.Response[computev1.SetUnknownResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.SiteService.SetUnknown is not implemented"))
+}
+
+func (UnimplementedSiteServiceHandler) GetUnknown(context.Context, *connect.Request[computev1.GetUnknownRequest]) (*connect.Response[computev1.GetUnknownResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.SiteService.GetUnknown is not implemented"))
 }
 
 // PoolServiceClient is a client for the compute.v1.PoolService service.
@@ -482,6 +550,16 @@ type MetalServiceClient interface {
 	ConfirmPower(context.Context, *connect.Request[computev1.ConfirmPowerRequest]) (*connect.Response[computev1.ConfirmPowerResponse], error)
 	// The machine's serial console; the first request opens it.
 	Console(context.Context) *connect.BidiStreamForClient[computev1.ConsoleRequest, computev1.ConsoleResponse]
+	// Machines that asked to boot and are none of the tenant's, and which of those
+	// they seem to be.
+	ListFound(context.Context, *connect.Request[computev1.ListFoundRequest]) (*connect.Response[computev1.ListFoundResponse], error)
+	// A person says that a MAC is the machine's: it network-boots by it from now on.
+	ConfirmMac(context.Context, *connect.Request[computev1.ConfirmMacRequest]) (*connect.Response[computev1.ConfirmMacResponse], error)
+	// A person says that a found machine is none of these: it is not listed any more.
+	RejectMac(context.Context, *connect.Request[computev1.RejectMacRequest]) (*connect.Response[computev1.RejectMacResponse], error)
+	// Chooses the boot program that a machine's UEFI firmware gets from its next
+	// network boot on.
+	SetLoader(context.Context, *connect.Request[computev1.SetLoaderRequest]) (*connect.Response[computev1.SetLoaderResponse], error)
 }
 
 // NewMetalServiceClient constructs a client for the compute.v1.MetalService service. By default, it
@@ -579,6 +657,30 @@ func NewMetalServiceClient(httpClient connect.HTTPClient, baseURL string, opts .
 			connect.WithSchema(metalServiceMethods.ByName("Console")),
 			connect.WithClientOptions(opts...),
 		),
+		listFound: connect.NewClient[computev1.ListFoundRequest, computev1.ListFoundResponse](
+			httpClient,
+			baseURL+MetalServiceListFoundProcedure,
+			connect.WithSchema(metalServiceMethods.ByName("ListFound")),
+			connect.WithClientOptions(opts...),
+		),
+		confirmMac: connect.NewClient[computev1.ConfirmMacRequest, computev1.ConfirmMacResponse](
+			httpClient,
+			baseURL+MetalServiceConfirmMacProcedure,
+			connect.WithSchema(metalServiceMethods.ByName("ConfirmMac")),
+			connect.WithClientOptions(opts...),
+		),
+		rejectMac: connect.NewClient[computev1.RejectMacRequest, computev1.RejectMacResponse](
+			httpClient,
+			baseURL+MetalServiceRejectMacProcedure,
+			connect.WithSchema(metalServiceMethods.ByName("RejectMac")),
+			connect.WithClientOptions(opts...),
+		),
+		setLoader: connect.NewClient[computev1.SetLoaderRequest, computev1.SetLoaderResponse](
+			httpClient,
+			baseURL+MetalServiceSetLoaderProcedure,
+			connect.WithSchema(metalServiceMethods.ByName("SetLoader")),
+			connect.WithClientOptions(opts...),
+		),
 	}
 }
 
@@ -598,6 +700,10 @@ type metalServiceClient struct {
 	rebindBmc         *connect.Client[computev1.RebindBmcRequest, computev1.RebindBmcResponse]
 	confirmPower      *connect.Client[computev1.ConfirmPowerRequest, computev1.ConfirmPowerResponse]
 	console           *connect.Client[computev1.ConsoleRequest, computev1.ConsoleResponse]
+	listFound         *connect.Client[computev1.ListFoundRequest, computev1.ListFoundResponse]
+	confirmMac        *connect.Client[computev1.ConfirmMacRequest, computev1.ConfirmMacResponse]
+	rejectMac         *connect.Client[computev1.RejectMacRequest, computev1.RejectMacResponse]
+	setLoader         *connect.Client[computev1.SetLoaderRequest, computev1.SetLoaderResponse]
 }
 
 // Enroll calls compute.v1.MetalService.Enroll.
@@ -670,6 +776,26 @@ func (c *metalServiceClient) Console(ctx context.Context) *connect.BidiStreamFor
 	return c.console.CallBidiStream(ctx)
 }
 
+// ListFound calls compute.v1.MetalService.ListFound.
+func (c *metalServiceClient) ListFound(ctx context.Context, req *connect.Request[computev1.ListFoundRequest]) (*connect.Response[computev1.ListFoundResponse], error) {
+	return c.listFound.CallUnary(ctx, req)
+}
+
+// ConfirmMac calls compute.v1.MetalService.ConfirmMac.
+func (c *metalServiceClient) ConfirmMac(ctx context.Context, req *connect.Request[computev1.ConfirmMacRequest]) (*connect.Response[computev1.ConfirmMacResponse], error) {
+	return c.confirmMac.CallUnary(ctx, req)
+}
+
+// RejectMac calls compute.v1.MetalService.RejectMac.
+func (c *metalServiceClient) RejectMac(ctx context.Context, req *connect.Request[computev1.RejectMacRequest]) (*connect.Response[computev1.RejectMacResponse], error) {
+	return c.rejectMac.CallUnary(ctx, req)
+}
+
+// SetLoader calls compute.v1.MetalService.SetLoader.
+func (c *metalServiceClient) SetLoader(ctx context.Context, req *connect.Request[computev1.SetLoaderRequest]) (*connect.Response[computev1.SetLoaderResponse], error) {
+	return c.setLoader.CallUnary(ctx, req)
+}
+
 // MetalServiceHandler is an implementation of the compute.v1.MetalService service.
 type MetalServiceHandler interface {
 	Enroll(context.Context, *connect.Request[computev1.EnrollMachineRequest]) (*connect.Response[computev1.EnrollMachineResponse], error)
@@ -695,6 +821,16 @@ type MetalServiceHandler interface {
 	ConfirmPower(context.Context, *connect.Request[computev1.ConfirmPowerRequest]) (*connect.Response[computev1.ConfirmPowerResponse], error)
 	// The machine's serial console; the first request opens it.
 	Console(context.Context, *connect.BidiStream[computev1.ConsoleRequest, computev1.ConsoleResponse]) error
+	// Machines that asked to boot and are none of the tenant's, and which of those
+	// they seem to be.
+	ListFound(context.Context, *connect.Request[computev1.ListFoundRequest]) (*connect.Response[computev1.ListFoundResponse], error)
+	// A person says that a MAC is the machine's: it network-boots by it from now on.
+	ConfirmMac(context.Context, *connect.Request[computev1.ConfirmMacRequest]) (*connect.Response[computev1.ConfirmMacResponse], error)
+	// A person says that a found machine is none of these: it is not listed any more.
+	RejectMac(context.Context, *connect.Request[computev1.RejectMacRequest]) (*connect.Response[computev1.RejectMacResponse], error)
+	// Chooses the boot program that a machine's UEFI firmware gets from its next
+	// network boot on.
+	SetLoader(context.Context, *connect.Request[computev1.SetLoaderRequest]) (*connect.Response[computev1.SetLoaderResponse], error)
 }
 
 // NewMetalServiceHandler builds an HTTP handler from the service implementation. It returns the
@@ -788,6 +924,30 @@ func NewMetalServiceHandler(svc MetalServiceHandler, opts ...connect.HandlerOpti
 		connect.WithSchema(metalServiceMethods.ByName("Console")),
 		connect.WithHandlerOptions(opts...),
 	)
+	metalServiceListFoundHandler := connect.NewUnaryHandler(
+		MetalServiceListFoundProcedure,
+		svc.ListFound,
+		connect.WithSchema(metalServiceMethods.ByName("ListFound")),
+		connect.WithHandlerOptions(opts...),
+	)
+	metalServiceConfirmMacHandler := connect.NewUnaryHandler(
+		MetalServiceConfirmMacProcedure,
+		svc.ConfirmMac,
+		connect.WithSchema(metalServiceMethods.ByName("ConfirmMac")),
+		connect.WithHandlerOptions(opts...),
+	)
+	metalServiceRejectMacHandler := connect.NewUnaryHandler(
+		MetalServiceRejectMacProcedure,
+		svc.RejectMac,
+		connect.WithSchema(metalServiceMethods.ByName("RejectMac")),
+		connect.WithHandlerOptions(opts...),
+	)
+	metalServiceSetLoaderHandler := connect.NewUnaryHandler(
+		MetalServiceSetLoaderProcedure,
+		svc.SetLoader,
+		connect.WithSchema(metalServiceMethods.ByName("SetLoader")),
+		connect.WithHandlerOptions(opts...),
+	)
 	return "/compute.v1.MetalService/", http.HandlerFunc(func(w http.ResponseWriter, r *http.Request) {
 		switch r.URL.Path {
 		case MetalServiceEnrollProcedure:
@@ -818,6 +978,14 @@ func NewMetalServiceHandler(svc MetalServiceHandler, opts ...connect.HandlerOpti
 			metalServiceConfirmPowerHandler.ServeHTTP(w, r)
 		case MetalServiceConsoleProcedure:
 			metalServiceConsoleHandler.ServeHTTP(w, r)
+		case MetalServiceListFoundProcedure:
+			metalServiceListFoundHandler.ServeHTTP(w, r)
+		case MetalServiceConfirmMacProcedure:
+			metalServiceConfirmMacHandler.ServeHTTP(w, r)
+		case MetalServiceRejectMacProcedure:
+			metalServiceRejectMacHandler.ServeHTTP(w, r)
+		case MetalServiceSetLoaderProcedure:
+			metalServiceSetLoaderHandler.ServeHTTP(w, r)
 		default:
 			http.NotFound(w, r)
 		}
@@ -881,6 +1049,22 @@ func (UnimplementedMetalServiceHandler) ConfirmPower(context.Context, *connect.R
 
 func (UnimplementedMetalServiceHandler) Console(context.Context, *connect.BidiStream[computev1.ConsoleRequest, computev1.ConsoleResponse]) error {
 	return connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.MetalService.Console is not implemented"))
+}
+
+func (UnimplementedMetalServiceHandler) ListFound(context.Context, *connect.Request[computev1.ListFoundRequest]) (*connect.Response[computev1.ListFoundResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.MetalService.ListFound is not implemented"))
+}
+
+func (UnimplementedMetalServiceHandler) ConfirmMac(context.Context, *connect.Request[computev1.ConfirmMacRequest]) (*connect.Response[computev1.ConfirmMacResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.MetalService.ConfirmMac is not implemented"))
+}
+
+func (UnimplementedMetalServiceHandler) RejectMac(context.Context, *connect.Request[computev1.RejectMacRequest]) (*connect.Response[computev1.RejectMacResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.MetalService.RejectMac is not implemented"))
+}
+
+func (UnimplementedMetalServiceHandler) SetLoader(context.Context, *connect.Request[computev1.SetLoaderRequest]) (*connect.Response[computev1.SetLoaderResponse], error) {
+	return nil, connect.NewError(connect.CodeUnimplemented, errors.New("compute.v1.MetalService.SetLoader is not implemented"))
 }
 
 // GrantServiceClient is a client for the compute.v1.GrantService service.
