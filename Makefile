@@ -39,7 +39,7 @@ check: deps ## format, vet, staticcheck, layering, generated code up to date
 bench: image ## peers side by side; writes out/bench.tsv (ONLY=prefix)
 	@go run ./scripts/bench -only "$(ONLY)"
 
-soak: ## the long tests: kill loops, 10,000 operations on faulty BMCs, and the fuzzing of every parser (SECONDS_EACH=600)
+soak: image ## the long tests: kill loops, 10,000 operations on faulty BMCs, every way of network boot, and the fuzzing of every parser (SECONDS_EACH=600)
 	@scripts/soak
 
 spec: ## hold the map of the specification against the tests; SPEC_TEXT=file wants every line of it mapped

@@ -22,6 +22,7 @@ import (
 	"github.com/better-compute/site-appliance/appliance/site/netnstest"
 	"github.com/better-compute/site-appliance/pxe/dhcp"
 	"github.com/better-compute/site-appliance/pxe/lease"
+	"github.com/better-compute/site-appliance/pxe/pxetest/fleet"
 )
 
 // dhcpSuite measures whole exchanges, DISCOVER to ACK, of PXE clients.
@@ -242,7 +243,15 @@ func (w *dhcpWorld) portTaken(ctx context.Context) (err error) {
 // load boots all clients, pass after pass, and counts whole exchanges a second.
 func (w *dhcpWorld) load(ctx context.Context, flight int) (speed float64, g *generator, err error) {
 	var conn *net.UDPConn
-	w.far.Do(func() { conn, err = bound.ListenPacket(ctx, "far0", netip.MustParseAddrPort("0.0.0.0:68")) })
+	var wire *fleet.Ether
+	w.far.Do(func() {
+		if wire, err = fleet.OpenEther("far0"); err == nil {
+			conn, err = bound.ListenPacket(ctx, "far0", netip.MustParseAddrPort("0.0.0.0:68"))
+		}
+	})
+	if wire != nil {
+		defer wire.Close()
+	}
 	if err != nil {
 		return 0, nil, err
 	}
@@ -254,7 +263,7 @@ func (w *dhcpWorld) load(ctx context.Context, flight int) (speed float64, g *gen
 	if cerr := raw.Control(func(fd uintptr) { err = unix.SetsockoptInt(int(fd), unix.SOL_SOCKET, unix.SO_RCVBUFFORCE, 8<<20) }); cerr != nil || err != nil {
 		return 0, nil, errors.Join(cerr, err)
 	}
-	g = &generator{conn: conn, clients: make([]bootingClient, dhcpClients), taken: make(map[uint32]int)}
+	g = &generator{conn: conn, wire: wire, clients: make([]bootingClient, dhcpClients), taken: make(map[uint32]int)}
 	start := time.Now()
 	for range dhcpPasses {
 		if err := g.pass(ctx, flight, start.Add(5*time.Minute)); err != nil {
@@ -267,6 +276,7 @@ func (w *dhcpWorld) load(ctx context.Context, flight int) (speed float64, g *gen
 // generator is many clients in one loop.
 type generator struct {
 	conn             *net.UDPConn
+	wire             *fleet.Ether // each client sends from its own MAC
 	clients          []bootingClient
 	started, done    int // in this pass
 	repeats, refused int
@@ -287,8 +297,6 @@ const (
 	dhcpAck      = 5
 	dhcpNak      = 6
 )
-
-var dhcpEverybody = netip.MustParseAddrPort("255.255.255.255:67")
 
 func (g *generator) pass(ctx context.Context, flight int, end time.Time) error {
 	g.started, g.done = 0, 0
@@ -336,8 +344,7 @@ func (g *generator) pass(ctx context.Context, flight int, end time.Time) error {
 
 func (g *generator) send(c *bootingClient, packet []byte) error {
 	c.packet, c.at, c.waits = packet, time.Now(), true
-	_, err := g.conn.WriteToUDPAddrPort(packet, dhcpEverybody)
-	return err
+	return g.wire.Broadcast(packet[28:34], packet)
 }
 
 func (g *generator) begin() error {

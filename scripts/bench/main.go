@@ -83,8 +83,18 @@ func main() {
 func run(ctx context.Context, args []string, out, log io.Writer) error {
 	if name := os.Getenv(hostVariable); name == fleetPeer {
 		return beFleetPeer(ctx, out)
+	} else if name == stormServer {
+		return beStormServer(ctx)
+	} else if name == stormClients {
+		return beStormClients(ctx, out)
+	} else if name == tftpClient {
+		return beTFTPClient(out)
 	} else if server, ok := strings.CutPrefix(name, tftpServer); ok {
 		return beTFTPServer(ctx, server)
+	} else if server, ok := strings.CutPrefix(name, httpServer); ok {
+		return beHTTPServer(ctx, server)
+	} else if name == httpLoad {
+		return beHTTPLoad(out)
 	} else if name != "" {
 		return beHost(ctx, name, out)
 	}
@@ -105,7 +115,7 @@ func run(ctx context.Context, args []string, out, log io.Writer) error {
 	if err := os.MkdirAll(s.dir, 0o755); err != nil {
 		return err
 	}
-	rows, err := measure(ctx, []suite{streamSuite, sessionSuite, bcxSuite, fleetSuite, dhcpSuite, tftpSuite}, *only, s)
+	rows, err := measure(ctx, []suite{streamSuite, sessionSuite, bcxSuite, fleetSuite, dhcpSuite, tftpSuite, httpSuite, stormSuite}, *only, s)
 	if err != nil {
 		return err
 	}

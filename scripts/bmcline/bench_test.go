@@ -175,7 +175,7 @@ func (b *bench) stored() string {
 }
 
 func (b *bench) enroll(name, driver, address, ref, pin string) error {
-	_, err := b.calls.Enroll(b.t.Context(), connect.NewRequest(&computev1.EnrollMachineRequest{TenantId: "acme", Name: name, Pool: "p1",
+	_, err := b.calls.Enroll(b.t.Context(), connect.NewRequest(&computev1.EnrollMachineRequest{TenantId: "acme", Name: name, Pool: "p1", ProductUuid: "4c4c4544-0042-3010-8056-b4c04f303232",
 		Bmc: &computev1.Bmc{Driver: driver, Address: address, CredentialsRef: ref, TlsSpkiSha256: pin}}))
 	return err
 }

@@ -277,7 +277,7 @@ func TestOtherCredentialForOneBMC(t *testing.T) {
 	b.cli("metal", "power", lab.MachineName)
 	_, err := b.CLI(b.ctx, []byte(`{"username":"x","password":"y"}`), "secret", "put", "other")
 	b.must(err)
-	b.cli("metal", "enroll", "twin", "--pool", lab.PoolName, "--driver", "ipmi", "--address", lab.BMCAddr, "--credentials", "secret://default/other")
+	b.cli("metal", "enroll", "twin", "--pool", lab.PoolName, "--driver", "ipmi", "--address", lab.BMCAddr, "--credentials", "secret://default/other", "--mac", "52:54:00:12:34:57")
 	b.refused([]string{"binding-mismatch"}, "metal", "power", "twin", "on")
 	if b.machine.Running() {
 		t.Error("the machine runs all the same")

@@ -12,6 +12,12 @@ import (
 	"github.com/better-compute/site-appliance/image/qemutest"
 )
 
+// What the machine's SMBIOS says.
+const (
+	MachineUUID   = "6f0c7a52-0001-4bc0-9d11-0000000000bc"
+	MachineSerial = "BC-MACHINE-0001"
+)
+
 // DiskSerial names the machine's disk, DiskBytes is its size.
 const (
 	DiskSerial = "BC-DISK-0001"
@@ -59,7 +65,7 @@ func (m *Machine) PowerOn(_ context.Context, dev bmctest.BootDevice) error {
 	}
 	vm, err := qemutest.Start(m.ctx, qemutest.Config{
 		Name: "machine", Dir: dir, UEFI: true, Vars: filepath.Join(m.dir, "machine-vars.fd"),
-		MemoryMiB: 1024, UUID: "6f0c7a52-0001-4bc0-9d11-0000000000bc", SMBIOSSerial: "BC-MACHINE-0001",
+		MemoryMiB: 1024, UUID: MachineUUID, SMBIOSSerial: MachineSerial,
 		Disks: []qemutest.Disk{{Path: m.Disk, Serial: DiskSerial, BootIndex: disk}},
 		// Without a ROM of its own the firmware's network boot is what runs.
 		NICs:  []qemutest.NIC{{Netdev: "tap,ifname=machine0,script=no,downscript=no", MAC: MachineMAC, ROM: "none", BootIndex: nic}},

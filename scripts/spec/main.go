@@ -1,5 +1,5 @@
-// Command spec holds the maps of the driver specification, plugins/SPEC.md and
-// bmc/SPEC.md, against the tests: each that a row names must exist and, once the
+// Command spec holds the maps of the driver specification, plugins/SPEC.md,
+// bmc/SPEC.md and pxe/SPEC.md, against the tests: each that a row names must exist and, once the
 // suite has run, have passed. With SPEC_TEXT naming the specification's file it
 // also wants every line of it in a row of one of them, or in a list of lines that
 // state nothing to build.
@@ -23,7 +23,7 @@ import (
 	"strings"
 )
 
-var mapFiles = []string{"plugins/SPEC.md", "bmc/SPEC.md"}
+var mapFiles = []string{"plugins/SPEC.md", "bmc/SPEC.md", "pxe/SPEC.md"}
 
 const (
 	resultsFile    = "out/test.json"

@@ -31,12 +31,20 @@ const second = `# Another map
 | MORE-1 | d | - | c.FuzzThree |
 `
 
-// tree makes a checkout with two maps, tests and, unless it is "", results.
+// third is one more.
+const third = `# A third map
+
+| id | behaviour | lines | tests |
+| --- | --- | --- | --- |
+| LAST-1 | e | 4 | c.FuzzThree |
+`
+
+// tree makes a checkout with the maps, tests and, unless it is "", results.
 func tree(t *testing.T, spec, results string) string {
 	t.Helper()
 	dir := t.TempDir()
 	for path, text := range map[string]string{
-		mapFiles[0]: spec, mapFiles[1]: second, resultsFile: results,
+		mapFiles[0]: spec, mapFiles[1]: second, mapFiles[2]: third, resultsFile: results,
 		knownSkipsFile:  "# c: x\ngithub.com/better-compute/site-appliance/a/b.TestTwo/sub: needs a moon\n",
 		"a/b/x_test.go": "package b\nimport \"testing\"\nfunc TestOne(t *testing.T) {}\nfunc TestTwo(t *testing.T) {}\n",
 		"c/x_test.go":   "package c\nimport \"testing\"\nfunc FuzzThree(f *testing.F) {}\ntype x struct{}\nfunc (x) TestMethod() {}\n",
