@@ -38,18 +38,31 @@ type heard struct {
 
 const (
 	maxHeard = 8192
+	// maxLooked bounds the search for a machine to forget.
+	maxLooked = 64
 	// proxiedFor is how long a client asks in vain before it gives up: what it sends
 	// meanwhile is the same request.
 	proxiedFor = 30 * time.Second
 )
 
-func (t *Heard) note(mac string, h heard) {
+// note keeps what was heard of a machine. Where the memory is full, one that is
+// not known is forgotten for it, as far as a look at a few finds one.
+func (t *Heard) note(mac string, h heard, known func(mac string) bool) {
 	t.mu.Lock()
 	defer t.mu.Unlock()
-	if t.byMAC == nil || len(t.byMAC) >= maxHeard {
+	if t.byMAC == nil {
 		t.byMAC = make(map[string]heard)
 	}
-	before := t.byMAC[mac]
+	before, had := t.byMAC[mac]
+	if !had && len(t.byMAC) >= maxHeard {
+		last, looked := "", 0
+		for last = range t.byMAC {
+			if looked++; !known(last) || looked >= maxLooked {
+				break
+			}
+		}
+		delete(t.byMAC, last)
+	}
 	h.told, h.toldAt = before.told, before.toldAt
 	t.byMAC[mac] = h
 }
@@ -145,7 +158,7 @@ func (c *Config) speaksHTTP(name string) bool {
 func (s *server) bootDHCP(ask dhcp.Ask) string {
 	who, ip, base := ask.Who, ask.IP, s.baseAt(ask.Server)
 	h := heard{arch: who.Client.Arch, uuid: who.UUID}
-	s.Heard.note(who.MAC, h)
+	s.Heard.note(who.MAC, h, s.known)
 	r := s.request(who.MAC, h)
 	r.Client = who.Client
 	d := s.decide(r)
@@ -212,6 +225,22 @@ func (s *server) openTFTP(ctx context.Context, client netip.Addr, name string) (
 		return nil, errors.New(d.Reason)
 	}
 	return s.Files.Open(d.Loader)
+}
+
+// refuseTFTP is what openTFTP would refuse that takes no look at GRUB's paths,
+// which mint and count.
+func (s *server) refuseTFTP(client netip.Addr, name string) error {
+	mac, ok := s.holder(client)
+	if !ok {
+		return errors.New("the address holds no lease")
+	}
+	if s.http.IsGRUB(name) {
+		return nil
+	}
+	if d, ok := decide.Fetchable(s.ask(mac), name); !ok {
+		return errors.New(d.Reason)
+	}
+	return nil
 }
 
 // serverFor is the address that a machine reaches the box by.

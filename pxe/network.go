@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/better-compute/site-appliance/pxe/arp"
+	"github.com/better-compute/site-appliance/pxe/decide"
 	"github.com/better-compute/site-appliance/pxe/dhcp"
 	"github.com/better-compute/site-appliance/pxe/lease"
 	"github.com/better-compute/site-appliance/pxe/pxev1"
@@ -149,7 +150,7 @@ func (s *server) forget() {
 		ids[m.MachineId] = true
 	}
 	strangers := s.Assign.Unknown().GetInspect()
-	s.Counts.Keep(func(machine string) bool { return ids[machine] || strangers && strings.HasPrefix(machine, "mac-") })
+	s.Counts.Keep(func(machine string) bool { return ids[machine] || strangers && decide.IsStranger(machine) })
 }
 
 func (s *server) takeUp() {

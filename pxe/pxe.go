@@ -294,7 +294,8 @@ func (s *server) holder(ip netip.Addr) (mac string, ok bool) {
 
 func (s *server) tftpConfig(ctx context.Context, own netip.Addr) tftp.Config {
 	return tftp.Config{Interface: s.Interface, Address: own, Ended: s.endedTFTP, Log: s.Log,
-		Open: func(client netip.Addr, name string) (files.File, error) { return s.openTFTP(ctx, client, name) }}
+		Open:   func(client netip.Addr, name string) (files.File, error) { return s.openTFTP(ctx, client, name) },
+		Refuse: s.refuseTFTP}
 }
 
 // baseAt is how URLs begin for who reaches the box at an address.
@@ -311,7 +312,9 @@ func (s *server) endedTFTP(t tftp.Transfer) {
 	case t.Outcome == tftp.Failed:
 		s.Log.Warn("TFTP transfer failed", "client", t.Client.String(), "file", t.Name, "bytes", t.Bytes, "err", t.Err)
 	case m != nil && !strings.Contains(t.Name, "/"): // GRUB's files have stages of their own
-		s.chains.Loaded(protocolOf(t.Client), mac, time.Now())
+		if s.known(mac) { // of others nothing is judged by it
+			s.chains.Loaded(protocolOf(t.Client), mac, time.Now())
+		}
 		s.stage(Stage{MAC: mac, MachineID: m.MachineId, Stage: "tftp", IP: t.Client.String(), Detail: t.Name})
 	}
 }
@@ -325,7 +328,7 @@ func protocolOf(client netip.Addr) chain.Protocol {
 }
 
 func (s *server) stageHTTP(mac string, m *pxev1.Machine, stage, detail string) {
-	if stage == "http-loader" {
+	if stage == "http-loader" && s.known(mac) {
 		// By which protocol it was named does not matter here: only PXE is taken to loop.
 		s.chains.Loaded(chain.DHCPv4, mac, time.Now())
 	}

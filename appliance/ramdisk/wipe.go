@@ -7,6 +7,7 @@ import (
 	"fmt"
 	"io"
 	"slices"
+	"strings"
 
 	"google.golang.org/protobuf/proto"
 
@@ -117,10 +118,10 @@ func (m *imager) wipe(ctx context.Context, c dispatch.Call) ([]byte, error) {
 		})
 		if err != nil {
 			m.log.Error("disk wipe failed", "disk", w.disk.Name, "err", err)
-			return nil, fmt.Errorf("wipe %s: %w", w.disk, err)
+			return nil, fmt.Errorf("wipe %s: %w%s", w.disk, err, already(out.Disks))
 		}
 		if err := w.device.RereadPartitions(); err != nil {
-			return nil, err
+			return nil, fmt.Errorf("wipe %s: %w%s", w.disk, err, already(out.Disks))
 		}
 		m.log.Info("disk wipe done", "disk", w.disk.Name, "method", method)
 		out.Disks = append(out.Disks, &imagev1.WipedDisk{Disk: w.disk.Path, Serial: w.disk.Serial, SizeBytes: uint64(w.device.Size()), Method: method})
@@ -242,4 +243,16 @@ func checkEnds(d clearable) error {
 		}
 	}
 	return nil
+}
+
+// already says which disks are gone when a later one fails.
+func already(disks []*imagev1.WipedDisk) string {
+	var serials []string
+	for _, d := range disks {
+		serials = append(serials, d.GetSerial())
+	}
+	if len(serials) == 0 {
+		return ""
+	}
+	return "; wiped before it: " + strings.Join(serials, ", ")
 }

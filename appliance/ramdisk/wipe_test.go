@@ -109,6 +109,15 @@ func TestWipe(t *testing.T) {
 	}
 }
 
+func TestAlready(t *testing.T) {
+	if got := already(nil); got != "" {
+		t.Errorf("already() = %q, want nothing", got)
+	}
+	if got, want := already([]*imagev1.WipedDisk{{Serial: "A"}, {Serial: "B"}}), "; wiped before it: A, B"; got != want {
+		t.Errorf("already() = %q, want %q", got, want)
+	}
+}
+
 // A machine that was booted for something else keeps its disks.
 func TestWipeNeedsItsPurpose(t *testing.T) {
 	l := newLab(t, func(l *lab) { l.purpose = "inspect"; fill(t, l.machine, "vda", 80*mib) })

@@ -73,8 +73,9 @@ func same(was, m *pxev1.Machine) bool {
 	a, b := proto.CloneOf(was), proto.CloneOf(m)
 	for _, one := range []*pxev1.Machine{a, b} {
 		// Another key may have signed the assignment, which says the same as the rest.
-		// What is known of its memory changes nothing that it boots from.
-		one.Name, one.Protected, one.Assignment, one.RamBytes = "", false, nil, 0
+		// Which of the box's programs comes first, and what is known of its memory,
+		// change nothing that it boots from.
+		one.Name, one.Protected, one.Assignment, one.RamBytes, one.Loader = "", false, nil, 0, ""
 		slices.Sort(one.Macs)
 	}
 	return proto.Equal(a, b)

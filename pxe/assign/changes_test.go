@@ -43,6 +43,7 @@ func TestChanges(t *testing.T) {
 		"protected in the same command":  {[]*pxev1.Machine{with(ramdisk("a", mac1), protect), ramdisk("b", mac2), local("p", mac3)}, []string{"a"}, true},
 		"signed by another key":          {[]*pxev1.Machine{local("a", mac1), with(ramdisk("b", mac2), func(m *pxev1.Machine) { m.Assignment = claim(m) }), local("p", mac3)}, nil, false},
 		"inspected since":                {[]*pxev1.Machine{local("a", mac1), with(ramdisk("b", mac2), func(m *pxev1.Machine) { m.RamBytes = 8 << 30 }), local("p", mac3)}, nil, false},
+		"by another loader":              {[]*pxev1.Machine{local("a", mac1), with(ramdisk("b", mac2), func(m *pxev1.Machine) { m.Loader = "ipxe" }), local("p", mac3)}, nil, false},
 		"another name":                   {[]*pxev1.Machine{with(local("a", mac1), func(m *pxev1.Machine) { m.Name = "x" }), with(ramdisk("b", mac2), func(m *pxev1.Machine) { m.Name = "x" }), local("p", mac3)}, nil, false},
 		"a new one at its disk":          {append(slices.Clone(present), local("n", "52:54:00:00:00:09")), nil, false},
 		"a new one":                      {append(slices.Clone(present), ramdisk("n", "52:54:00:00:00:09")), []string{"n"}, false},

@@ -201,9 +201,16 @@ func (r Request) expected(e *pxev1.Expected) bool {
 	return same || e.GetMac() != "" && strings.EqualFold(e.GetMac(), r.MAC)
 }
 
+// stranger begins the id of an unknown machine.
+const stranger = "mac-"
+
+// IsStranger says whether an id is of an unknown machine: whoever is on the LAN can
+// make them up.
+func IsStranger(machineID string) bool { return strings.HasPrefix(machineID, stranger) }
+
 // Stranger is what an unknown machine counts as where strangers are inspected.
 func Stranger(mac string, u *pxev1.Unknown) *pxev1.Machine {
-	return &pxev1.Machine{MachineId: "mac-" + strings.ReplaceAll(mac, ":", ""), Macs: []string{mac}, Action: pxev1.Action_ACTION_RAMDISK,
+	return &pxev1.Machine{MachineId: stranger + strings.ReplaceAll(mac, ":", ""), Macs: []string{mac}, Action: pxev1.Action_ACTION_RAMDISK,
 		Purpose: "inspect", WindowId: u.GetWindowId(), WindowUntilMs: u.GetWindowUntilMs()}
 }
 

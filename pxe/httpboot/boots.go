@@ -62,7 +62,7 @@ func (b *boot) isCounted() bool {
 	return b.counted
 }
 
-// running are the boots that run, bounded by the machines that the assignment knows.
+// running are the boots that run.
 type running struct {
 	mu      sync.Mutex
 	byToken map[string]*boot
@@ -108,15 +108,23 @@ func (bs *running) add(m *pxev1.Machine, now time.Time, by decide.Program) (toke
 	if n >= perMachine {
 		delete(bs.byToken, oldest)
 	}
-	for token := range bs.byToken {
-		if len(bs.byToken) < mostBoots {
-			break
-		}
-		delete(bs.byToken, token)
+	if len(bs.byToken) >= mostBoots {
+		bs.giveWay()
 	}
 	token = newToken()
 	bs.byToken[token] = &boot{machine: m.MachineId, window: m.WindowId, began: now, program: by}
 	return token
+}
+
+// giveWay ends one boot: a stranger's if there is any.
+func (bs *running) giveWay() {
+	last := ""
+	for token, b := range bs.byToken {
+		if last = token; decide.IsStranger(b.machine) {
+			break
+		}
+	}
+	delete(bs.byToken, last)
 }
 
 // find is the boot of token if it is this machine's, in this window.

@@ -131,6 +131,15 @@ func portOf(base string) int {
 	return n
 }
 
+// IsGRUB says whether OpenTFTP has an answer for a path, if it be a refusal.
+func (h *Handler) IsGRUB(path string) bool {
+	parts := split(path)
+	_, is := grub.ConfigPath(parts)
+	return is || isBoot(parts)
+}
+
+func isBoot(parts []string) bool { return len(parts) == 4 && parts[0] == "boot" }
+
 // OpenTFTP opens what a machine's GRUB asks for over TFTP: its configuration and the
 // files of its boot, under the paths that they have over HTTP. ok: the path is one of these.
 func (h *Handler) OpenTFTP(ctx context.Context, mac string, home Home, path string) (f files.File, ok bool, err error) {
@@ -140,7 +149,7 @@ func (h *Handler) OpenTFTP(ctx context.Context, mac string, home Home, path stri
 		tell()
 		return inMemory([]byte(text)), true, nil
 	}
-	if len(parts) != 4 || parts[0] != "boot" {
+	if !isBoot(parts) {
 		return nil, false, nil
 	}
 	named, err := net.ParseMAC(parts[1])

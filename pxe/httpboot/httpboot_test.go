@@ -4,6 +4,7 @@ import (
 	"bytes"
 	"context"
 	"errors"
+	"fmt"
 	"io"
 	"log/slog"
 	"net"
@@ -532,6 +533,29 @@ func TestBootsAreBounded(t *testing.T) {
 	}
 	if w := r.do("GET", addrA, first+"vmlinuz"); w.Code != 403 {
 		t.Errorf("the oldest boot's kernel = %d, want 403", w.Code)
+	}
+}
+
+// TestStrangersEndNobodysBoot: however many machines somebody makes up, the boots of
+// assigned ones go on.
+func TestStrangersEndNobodysBoot(t *testing.T) {
+	var bs running
+	bs.byToken = map[string]*boot{}
+	now := time.Now()
+	var assigned []string
+	for i := range mostBoots - 10 {
+		assigned = append(assigned, bs.begin(&pxev1.Machine{MachineId: fmt.Sprint("node_", i)}, now, decide.IPXE))
+	}
+	for i := range 200 {
+		bs.begin(decide.Stranger(fmt.Sprintf("52:54:00:00:00:%02x", i), nil), now, decide.IPXE)
+	}
+	if n := len(bs.byToken); n != mostBoots {
+		t.Errorf("%d boots are kept, want %d", n, mostBoots)
+	}
+	for i, token := range assigned {
+		if bs.byToken[token] == nil {
+			t.Fatalf("the boot of assigned machine %d was ended for a stranger's", i)
+		}
 	}
 }
 

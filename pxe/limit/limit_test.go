@@ -76,3 +76,25 @@ func TestMinute(t *testing.T) {
 		t.Errorf("%d keys are remembered, more than %d", n, mostKeys)
 	}
 }
+
+// TestMinuteIsBounded: who is remembered stays so though made-up keys come in between.
+func TestMinuteIsBounded(t *testing.T) {
+	m := Minute{Most: 1}
+	m.More("a", t0)
+	for i := range mostKeys - 1 {
+		m.More(fmt.Sprint(i), t0)
+	}
+	if m.More("a", t0) {
+		t.Error("a key was let through once more because the memory is full")
+	}
+	for i := range 3 * mostKeys {
+		m.More(fmt.Sprint("later ", i), t0)
+	}
+	if len(m.keys) != mostKeys {
+		t.Errorf("%d keys are remembered, want %d", len(m.keys), mostKeys)
+	}
+	m.forget(t0.Add(2 * time.Minute))
+	if len(m.keys) != mostKeys-1 {
+		t.Errorf("forget left %d keys, want one less than %d", len(m.keys), mostKeys)
+	}
+}

@@ -8,6 +8,9 @@ import (
 // mostKeys bounds what is remembered: more than an assignment's machines use.
 const mostKeys = 8192
 
+// mostLooked bounds the search for a key to forget.
+const mostLooked = 64
+
 // Minute lets so much of each key through in a minute. It is safe for concurrent use.
 type Minute struct {
 	Most int
@@ -27,15 +30,29 @@ func (m *Minute) More(key string, now time.Time) bool {
 	return more
 }
 
+// forget makes room: by a key whose minute is over, if a look at a few finds one.
+func (m *Minute) forget(now time.Time) {
+	last, looked := "", 0
+	for last = range m.keys {
+		if looked++; looked >= mostLooked || now.Sub(m.keys[last].began) >= time.Minute {
+			break
+		}
+	}
+	delete(m.keys, last)
+}
+
 // Count is More, and with the first of a minute it says how many were withheld in
 // the minute before.
 func (m *Minute) Count(key string, now time.Time) (more bool, withheld int) {
 	m.mu.Lock()
 	defer m.mu.Unlock()
-	if m.keys == nil || len(m.keys) >= mostKeys {
+	if m.keys == nil {
 		m.keys = make(map[string]*minute)
 	}
 	k := m.keys[key]
+	if k == nil && len(m.keys) >= mostKeys {
+		m.forget(now)
+	}
 	if k == nil || now.Sub(k.began) >= time.Minute || now.Before(k.began) {
 		if k != nil {
 			withheld = max(k.n-m.Most, 0)

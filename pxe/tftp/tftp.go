@@ -62,6 +62,9 @@ type Config struct {
 	Address   netip.Addr
 	// Open opens what client may read under name, a relative path with single slashes.
 	Open func(client netip.Addr, name string) (files.File, error)
+	// Refuse says, without waiting for anything, that Open would refuse: the one
+	// reader of the port asks it. Nil: Open itself is asked.
+	Refuse func(client netip.Addr, name string) error
 	// Ended is told of each transfer that Open allowed; it must not block.
 	Ended func(Transfer)
 	Log   *slog.Logger
@@ -132,12 +135,10 @@ func (s *Server) Serve(ctx context.Context) error {
 	}
 	defer refusals.Close()
 	s.gate.refused = func(from netip.AddrPort, name string) bool {
-		f, err := s.open(from.Addr(), name)
-		if err != nil {
+		if err := s.look(from.Addr(), name); err != nil {
 			_, _ = refusals.WriteToUDPAddrPort(errorPacket(codeNotFound, errNotFound.Error()), from)
 			return true
 		}
-		_ = f.Close() // it was only looked at
 		return false
 	}
 	defer s.own.Wait()
@@ -145,6 +146,9 @@ func (s *Server) Serve(ctx context.Context) error {
 	go func() { served <- srv.Serve(s.gate) }()
 	select {
 	case <-ctx.Done():
+		// Shutdown closes the gate with the library's lock held, and what the gate
+		// passes on meanwhile needs that lock.
+		_ = s.gate.Close()
 		srv.Shutdown()
 		<-served
 		return nil
@@ -195,16 +199,35 @@ func (s *Server) read(ctx context.Context, name string, to io.ReaderFrom) error 
 	return nil
 }
 
+// look says whether open would refuse.
+func (s *Server) look(client netip.Addr, name string) error {
+	if s.cfg.Refuse != nil {
+		err := s.cfg.Refuse(client, name)
+		if err != nil {
+			s.refused(client, name, err)
+		}
+		return err
+	}
+	f, err := s.open(client, name)
+	if err == nil {
+		_ = f.Close() // it was only looked at
+	}
+	return err
+}
+
 func (s *Server) open(client netip.Addr, name string) (files.File, error) {
 	f, err := s.cfg.Open(client, name)
-	if err == nil {
-		return f, nil
+	if err != nil {
+		s.refused(client, name, err)
 	}
+	return f, err
+}
+
+func (s *Server) refused(client netip.Addr, name string, reason error) {
 	// Firmware that finds nothing may ask without end.
 	if more, withheld := s.refusals.Count(client.String(), s.gate.now()); more {
-		s.cfg.Log.Info("TFTP request refused", "client", client.String(), "file", name, "reason", err, "untold", withheld)
+		s.cfg.Log.Info("TFTP request refused", "client", client.String(), "file", name, "reason", reason, "untold", withheld)
 	}
-	return nil, err
 }
 
 // source hides reading's errors from the wire and ends with the server.

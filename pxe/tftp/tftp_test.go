@@ -269,3 +269,94 @@ func TestRepeatStartsOneTransfer(t *testing.T) {
 		t.Errorf("a repeated request is answered from port %d, want %d", from.Port, first.Port)
 	}
 }
+
+// TestEndsInTheMiddleOfARequest: a server that is to end while its port's reader
+// looks at a request for the library ends.
+func TestEndsInTheMiddleOfARequest(t *testing.T) {
+	conn, err := net.ListenUDP("udp4", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	looks, goOn := make(chan struct{}), make(chan struct{})
+	srv := &Server{mtu: 1500, retransmit: 50 * time.Millisecond, gate: newGate(conn, 4, 4, time.Now), cfg: Config{
+		Interface: "lo", Address: netip.MustParseAddr("127.0.0.1"), Log: slog.New(slog.DiscardHandler), Ended: func(Transfer) {},
+		Open:   func(netip.Addr, string) (files.File, error) { return memory{bytes.NewReader(content)}, nil },
+		Refuse: func(netip.Addr, string) error { close(looks); <-goOn; return nil },
+	}}
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- srv.Serve(ctx) }()
+	c, err := net.Dial("udp4", conn.LocalAddr().String())
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer c.Close()
+	if _, err := c.Write(packetOf(1, "snponly.efi", "octet")); err != nil {
+		t.Fatal(err)
+	}
+	<-looks
+	cancel()
+	time.Sleep(100 * time.Millisecond) // so that the end has begun
+	close(goOn)
+	select {
+	case err := <-done:
+		if err != nil {
+			t.Errorf("Serve = %v, want nil", err)
+		}
+	case <-time.After(30 * time.Second):
+		t.Fatal("the server does not end")
+	}
+}
+
+// TestRefuseIsAsked: what Refuse refuses is never opened, and what it lets through
+// is opened once.
+func TestRefuseIsAsked(t *testing.T) {
+	conn, err := net.ListenUDP("udp4", &net.UDPAddr{IP: net.IPv4(127, 0, 0, 1)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	var mu sync.Mutex
+	var opened []string
+	srv := &Server{mtu: 1500, retransmit: 200 * time.Millisecond, gate: newGate(conn, 4, 4, time.Now), cfg: Config{
+		Interface: "lo", Address: netip.MustParseAddr("127.0.0.1"), Log: slog.New(slog.DiscardHandler), Ended: func(Transfer) {},
+		Open: func(_ netip.Addr, name string) (files.File, error) {
+			mu.Lock()
+			defer mu.Unlock()
+			opened = append(opened, name)
+			return memory{bytes.NewReader(content)}, nil
+		},
+		Refuse: func(_ netip.Addr, name string) error {
+			if name == "no" {
+				return errors.New("not for you")
+			}
+			return nil
+		},
+	}}
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- srv.Serve(ctx) }()
+	defer func() { cancel(); <-done }()
+	get := func(name string) error {
+		c, err := tftp.NewClient(conn.LocalAddr().String())
+		if err != nil {
+			return err
+		}
+		to, err := c.Receive(name, "octet")
+		if err != nil {
+			return err
+		}
+		_, err = to.WriteTo(new(bytes.Buffer))
+		return err
+	}
+	if err := get("no"); err == nil {
+		t.Error("what is refused was sent")
+	}
+	if err := get("yes"); err != nil {
+		t.Errorf("what is not refused = %v", err)
+	}
+	mu.Lock()
+	defer mu.Unlock()
+	if len(opened) != 1 || opened[0] != "yes" {
+		t.Errorf("opened %q, want yes once", opened)
+	}
+}

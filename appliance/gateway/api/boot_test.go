@@ -173,7 +173,7 @@ func TestISORemoveWhileAssigned(t *testing.T) {
 	must(t, r.store.Assign(ctx, w0(t, r).SiteID, w.MachineID, store.Assignment{Action: metal.ISO, Purpose: "iso", WindowID: "w", WindowUntil: r.now.Add(time.Hour),
 		Boot: store.Boot{ISO: &store.BootISO{Name: "memtest", SHA256: iso.Sha256}}}, record))
 	w.State = store.StateDone
-	must(t, r.store.EndWorkflow(ctx, w, "", true, store.Event{}))
+	must(t, r.store.EndWorkflow(ctx, w, "", "w", store.Event{}))
 	wantError(t, "removal while it is assigned", remove(), connect.CodeFailedPrecondition, "INVALID_INPUT: iso-assigned")
 	if got, err := call(ctx, r.isos("admin").Get, &computev1.GetIsoRequest{TenantId: "acme", Iso: iso.Sha256}); err != nil || len(got.Machines) != 1 || got.Machines[0] != "m1" {
 		t.Errorf("Get by digest = %v, %v, want m1 as its machine", got, err)

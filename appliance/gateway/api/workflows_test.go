@@ -65,7 +65,7 @@ func TestWorkflowStartAndCancel(t *testing.T) {
 	if err != nil || len(events) != 1 {
 		t.Errorf("events of the cancel = %v, %v, want one", events, err)
 	}
-	must(t, r.store.EndWorkflow(ctx, store.Workflow{ID: res.WorkflowId, MachineID: "m1", State: store.StateFailed}, "", false, store.Event{}))
+	must(t, r.store.EndWorkflow(ctx, store.Workflow{ID: res.WorkflowId, MachineID: "m1", State: store.StateFailed}, "", "", store.Event{}))
 	_, err = call(ctx, as("starter").Cancel, cancel)
 	wantError(t, "cancel of an ended one", err, connect.CodeFailedPrecondition, "INVALID_INPUT: workflow-ended")
 }

@@ -167,7 +167,7 @@ func (m *Match) byUUID(enrolled []store.Machine, claims map[int][]string) {
 			macs = append(macs, some...)
 		}
 		slices.Sort(macs)
-		m.Notes = append(m.Notes, fmt.Sprintf("%s were found with one product UUID, %s: machines whose maker gave them one, or ports of one that was not inspected", strings.Join(macs, ", "), m.UUID))
+		m.Notes = append(m.Notes, fmt.Sprintf("%s were found with one product UUID, %s: machines whose maker gave them one, or ports of one that was not inspected", some(macs), m.UUID))
 		return
 	}
 	machine := enrolled[0]
@@ -201,6 +201,16 @@ func (m *Match) byMAC(owners map[string]store.Machine) {
 			m.Proposals = []Proposal{{Machine: machine, By: ByMAC, Reason: fmt.Sprintf("it has its port %s", mac)}}
 		}
 	}
+}
+
+// mostNamed bounds a note: whoever is on the LAN makes MACs up.
+const mostNamed = 8
+
+func some(macs []string) string {
+	if more := len(macs) - mostNamed; more > 0 {
+		return fmt.Sprintf("%s and %d more", strings.Join(macs[:mostNamed], ", "), more)
+	}
+	return strings.Join(macs, ", ")
 }
 
 func names(machines []store.Machine) string {

@@ -136,3 +136,16 @@ func TestSummary(t *testing.T) {
 		t.Errorf("Processors() = %q, want %q; Memory() = %d", got, want, m.Memory())
 	}
 }
+
+// TestNotesAreBounded: who makes up machines with one UUID makes up short notes.
+func TestNotesAreBounded(t *testing.T) {
+	var all []store.Found
+	for i := range 200 {
+		all = append(all, seen(fmt.Sprintf("52:54:00:00:01:%02x", i), uuid1))
+	}
+	for _, m := range Matches(all, nil) {
+		if len(m.Notes) != 1 || len(m.Notes[0]) > 400 || !strings.Contains(m.Notes[0], "and 192 more") {
+			t.Fatalf("notes = %q, want one that names 8 of 200", m.Notes)
+		}
+	}
+}

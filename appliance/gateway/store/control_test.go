@@ -166,7 +166,7 @@ func TestWorkflowRows(t *testing.T) {
 		t.Errorf("RunningWorkflows = %+v, %v", running, err)
 	}
 	wf.State, wf.ErrorCode, wf.Ended = StateFailed, "timeout", time.UnixMilli(9)
-	if err := s.EndWorkflow(ctx, wf, "failed", true, Event{Name: "workflow.ended", Class: "audit", MachineID: "node_1"}); err != nil {
+	if err := s.EndWorkflow(ctx, wf, "failed", "", Event{Name: "workflow.ended", Class: "audit", MachineID: "node_1"}); err != nil {
 		t.Fatal(err)
 	}
 	got, err := s.WorkflowSteps(ctx, "wf_1")
@@ -193,5 +193,30 @@ func TestWorkflowRows(t *testing.T) {
 	}
 	if _, err := s.Workflow(ctx, "other", "wf_1"); !errors.Is(err, ErrNotFound) {
 		t.Errorf("another tenant's workflow = %v, want ErrNotFound", err)
+	}
+}
+
+// TestEndWorkflowGivesBackItsOwn: a workflow that fails takes no window from its
+// machine that another opened.
+func TestEndWorkflowGivesBackItsOwn(t *testing.T) {
+	for window, want := range map[string]string{"w1": "local-disk", "w2": "iso", "": "iso"} {
+		s := openControl(t)
+		ctx := t.Context()
+		wf := Workflow{ID: "wf_1", TenantID: "acme", MachineID: "node_1", Name: "boot", State: StateRunning, Params: []byte("{}"), Created: time.UnixMilli(1)}
+		if err := s.AddWorkflow(ctx, wf, []WorkflowStep{{WorkflowID: "wf_1", Name: "a", State: StateWaiting}}, "", Event{Name: "workflow.started", Class: "audit", MachineID: "node_1"}); err != nil {
+			t.Fatal(err)
+		}
+		step := WorkflowStep{WorkflowID: "wf_1", State: StateRunning}
+		if err := s.Assign(ctx, "site_1", "node_1", Assignment{Action: "iso", Purpose: "iso", WindowID: "w1", WindowUntil: s.Now().Add(time.Hour)},
+			func(Snapshot) (WorkflowStep, error) { return step, nil }); err != nil {
+			t.Fatal(err)
+		}
+		wf.State, wf.Ended = StateFailed, time.UnixMilli(9)
+		if err := s.EndWorkflow(ctx, wf, "", window, Event{Name: "workflow.ended", Class: "audit", MachineID: "node_1"}); err != nil {
+			t.Fatal(err)
+		}
+		if m, err := s.Machine(ctx, "acme", "m1"); err != nil || m.Assignment.Action != want {
+			t.Errorf("after the failure of a workflow with window %q the machine has %q, %v, want %q", window, m.Assignment.Action, err, want)
+		}
 	}
 }

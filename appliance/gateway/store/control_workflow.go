@@ -101,8 +101,9 @@ func (s *Store) addEvent(ctx context.Context, tx *sql.Tx, e Event) error {
 
 // EndWorkflow stores a workflow's end, its machine's state, unless that is empty, and
 // the event. A failed one also ends its running step as failed, and gives the machine
-// back to its own disk in the site's next snapshot where giveBack says so.
-func (s *Store) EndWorkflow(ctx context.Context, w Workflow, machineState string, giveBack bool, e Event) error {
+// back to its own disk in the site's next snapshot where it boots by window, which is
+// the workflow's; empty: it has none.
+func (s *Store) EndWorkflow(ctx context.Context, w Workflow, machineState, window string, e Event) error {
 	err := s.write(ctx, func(tx *sql.Tx) error {
 		res, err := tx.ExecContext(ctx, `UPDATE workflows SET state = ?, error_code = ?, error_message = ?, ended_ms = ? WHERE id = ? AND state = ?`,
 			w.State, w.ErrorCode, w.ErrorMessage, toMS(w.Ended), w.ID, StateRunning)
@@ -119,9 +120,9 @@ func (s *Store) EndWorkflow(ctx context.Context, w Workflow, machineState string
 				return err
 			}
 		}
-		if w.State == StateFailed && giveBack {
+		if w.State == StateFailed && window != "" {
 			_, err = tx.ExecContext(ctx, `UPDATE machines SET action = 'local-disk', purpose = '', window_id = '', window_until_ms = 0,
-				artifacts = '[]', boot = '' WHERE id = ?`, w.MachineID)
+				artifacts = '[]', boot = '' WHERE id = ? AND window_id = ?`, w.MachineID, window)
 			if err != nil {
 				return err
 			}

@@ -283,11 +283,19 @@ func TestEndStrangers(t *testing.T) {
 		}
 		return names
 	}
-	sent := []*agentv1.Event{{Seq: 1, Name: "pxe.discovered", Class: "state", BodyJson: []byte(`{}`)}, {Seq: 2, Name: HardwareEvent, Class: "state", BodyJson: []byte(`{"a":1}`)},
+	sent := []*agentv1.Event{{Seq: 1, Name: "pxe.discovered", Class: "state", BodyJson: []byte(`{}`)}, {Seq: 2, Name: HardwareEvent, Class: "audit", BodyJson: []byte(`{"a":1}`)},
 		{Seq: 3, Name: HardwareEvent, Class: "state", BodyJson: []byte(`{"a":2}`)}, {Seq: 4, Name: HardwareEvent, Class: "state", BodyJson: slices.Repeat([]byte(" "), MaxStrangerHardware+1)}, {Seq: 5, Name: "other", Class: "audit"}}
 	fresh, acked, err := s.AddAgentEvents(ctx, "ag_new", sent)
 	if got := events("ag_new"); err != nil || acked != 5 || len(fresh) != 2 || !slices.Equal(got, []string{HardwareEvent + ` {"a":2}`}) {
 		t.Errorf("AddAgentEvents of a stranger = %d fresh, acked %d, %v; kept %q", len(fresh), acked, err, got)
+	}
+	for _, e := range fresh {
+		if e.Class != "state" || e.Key != "mac-525400000002" {
+			t.Errorf("a stranger's report is kept as class %s of %q, want state of its machine", e.Class, e.Key)
+		}
+	}
+	if _, _, err := s.AddAgentEvents(ctx, "ag_old", sent[1:2]); err != nil || len(events("ag_old")) != 1 {
+		t.Errorf("AddAgentEvents of another stranger = %v; kept %q", err, events("ag_old"))
 	}
 	if _, acked, err = s.AddAgentEvents(ctx, "ag_node", sent[:3]); err != nil || acked != 3 || len(events("ag_node")) != 3 {
 		t.Errorf("AddAgentEvents of an enrolled machine = %v; kept %q", err, events("ag_node"))
@@ -296,6 +304,9 @@ func TestEndStrangers(t *testing.T) {
 	ended, err := s.EndStrangers(ctx, s.Now().Add(-time.Hour))
 	if err != nil || !slices.Equal(ended, []string{"ag_old"}) {
 		t.Errorf("EndStrangers = %q, %v, want the one whose window is over", ended, err)
+	}
+	if got, kept := events("ag_old"), events("ag_new"); len(got) != 0 || len(kept) != 1 {
+		t.Errorf("after the window the one that ended left %q, and the other %q", got, kept)
 	}
 	for id, want := range map[string]error{"ag_old": ErrNotFound, "ag_new": nil, "ag_node": nil} {
 		if _, err := s.Agent(ctx, id); !errors.Is(err, want) {

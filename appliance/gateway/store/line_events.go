@@ -53,7 +53,9 @@ func (s *Store) AddAgentEvents(ctx context.Context, agentID string, events []*ag
 					acked = e.Seq
 					continue
 				}
-				if _, err := tx.ExecContext(ctx, `DELETE FROM events WHERE agent_id = ? AND name = ?`, agentID, HardwareEvent); err != nil {
+				// Neither by a class that is kept for ever nor by a new identity are there more.
+				e.Class, e.Key = "state", machine
+				if _, err := tx.ExecContext(ctx, `DELETE FROM events WHERE name = ? AND key = ? AND site_id = ?`, HardwareEvent, machine, site); err != nil {
 					return err
 				}
 			}

@@ -75,7 +75,8 @@ func (s *Store) EndStrangers(ctx context.Context, old time.Time) (ended []string
 		for _, id := range ended {
 			for _, query := range []string{
 				`DELETE FROM agent_labels WHERE agent_id = ?`, `DELETE FROM agent_boots WHERE agent_id = ?`,
-				`DELETE FROM certificates WHERE agent_id = ?`, `DELETE FROM agents WHERE id = ?`,
+				`DELETE FROM certificates WHERE agent_id = ?`, `DELETE FROM events WHERE agent_id = ? AND name = '` + HardwareEvent + `'`,
+				`DELETE FROM agents WHERE id = ?`,
 			} {
 				if _, err := tx.ExecContext(ctx, query, id); err != nil {
 					return err

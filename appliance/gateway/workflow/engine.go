@@ -54,7 +54,8 @@ type Config struct {
 	Log    *slog.Logger
 	// Poll is how often a waiting step looks; Wake makes it look at once. 0 stands for 2 s.
 	Poll time.Duration
-	// Parallel bounds the workflows that run at a time; the rest wait their turn. 0 stands for 64.
+	// Parallel bounds the workflows of one tenant that run at a time; the rest wait
+	// their turn. 0 stands for 64.
 	Parallel int
 }
 
@@ -249,7 +250,31 @@ func (e *Engine) Run(ctx context.Context) error {
 	}
 }
 
-// launch starts what is unfinished and not running, up to the bound.
+// turns are the workflows whose turn it is, of all that are unfinished, the oldest
+// first. A tenant whose workflows wait for hours holds up its own alone, and one that
+// was cancelled only has to end.
+func turns(unfinished []store.Workflow, active map[string]bool, parallel int) (due []store.Workflow) {
+	busy := map[string]int{}
+	for _, w := range unfinished {
+		if active[w.ID] {
+			busy[w.TenantID]++
+		}
+	}
+	for _, w := range unfinished {
+		var p struct {
+			Cancelled bool `json:"cancelled"`
+		}
+		ends := json.Unmarshal(w.Params, &p) == nil && p.Cancelled
+		if active[w.ID] || !ends && busy[w.TenantID] >= parallel {
+			continue
+		}
+		busy[w.TenantID]++
+		due = append(due, w)
+	}
+	return due
+}
+
+// launch starts the workflows whose turn it is.
 func (e *Engine) launch(ctx context.Context, wg *sync.WaitGroup) error {
 	running, err := e.Store.RunningWorkflows(ctx)
 	if err != nil {
@@ -257,10 +282,7 @@ func (e *Engine) launch(ctx context.Context, wg *sync.WaitGroup) error {
 	}
 	e.mu.Lock()
 	defer e.mu.Unlock()
-	for _, w := range running {
-		if e.active[w.ID] || len(e.active) >= e.Parallel {
-			continue
-		}
+	for _, w := range turns(running, e.active, e.Parallel) {
 		e.active[w.ID] = true
 		mine, stop := context.WithCancelCause(ctx)
 		e.stops[w.ID] = stop
@@ -356,8 +378,12 @@ func (e *Engine) execute(ctx, mine context.Context, w store.Workflow) {
 		siteID = r.machine.SiteID
 	}
 	ended, err := event(w, siteID, "workflow.ended")
+	window := ""
+	if r != nil && !profile {
+		window = r.params.WindowID
+	}
 	if err == nil {
-		err = e.Store.EndWorkflow(ctx, w, state, !profile, ended)
+		err = e.Store.EndWorkflow(ctx, w, state, window, ended)
 	}
 	if err != nil {
 		if ctx.Err() == nil {

@@ -739,3 +739,30 @@ func TestEndThatCannotBeStored(t *testing.T) {
 type writer func([]byte) (int, error)
 
 func (w writer) Write(p []byte) (int, error) { return w(p) }
+
+// TestTurns: no tenant's workflows hold up another's, and a cancelled one needs no turn.
+func TestTurns(t *testing.T) {
+	w := func(id, tenant, params string) store.Workflow {
+		return store.Workflow{ID: id, TenantID: tenant, Params: []byte(params)}
+	}
+	unfinished := []store.Workflow{w("a1", "acme", "{}"), w("a2", "acme", "{}"), w("a3", "acme", "{}"), w("a4", "acme", `{"cancelled":true}`), w("b1", "beta", "{}"), w("b2", "beta", "{}")}
+	for name, tt := range map[string]struct {
+		active   map[string]bool
+		parallel int
+		want     string
+	}{
+		"none runs":                {nil, 2, "a1 a2 a4 b1 b2"},
+		"one tenant is full":       {map[string]bool{"a1": true, "a2": true}, 2, "a4 b1 b2"},
+		"one is running":           {map[string]bool{"a2": true}, 2, "a1 a4 b1 b2"},
+		"each has one at a time":   {nil, 1, "a1 a4 b1"},
+		"all run, and one is over": {map[string]bool{"a1": true, "a2": true, "a3": true, "a4": true, "b1": true, "b2": true, "gone": true}, 64, ""},
+	} {
+		var got []string
+		for _, due := range turns(unfinished, tt.active, tt.parallel) {
+			got = append(got, due.ID)
+		}
+		if strings.Join(got, " ") != tt.want {
+			t.Errorf("%s: turns = %q, want %q", name, got, tt.want)
+		}
+	}
+}
