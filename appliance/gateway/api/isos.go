@@ -217,7 +217,7 @@ func (s isoService) Remove(ctx context.Context, req *connect.Request[computev1.R
 		return nil, err
 	}
 	if len(held) > 0 {
-		return nil, apierr.Busy("iso-assigned", "%s may be booted by %s now: better-compute metal boot-disk ends that", i.Name, strings.Join(held, ", "))
+		return nil, apierr.Busy("iso-assigned", "%s may be booted by %s now: better-compute metal boot-disk ends that, or workflow cancel while a workflow runs", i.Name, strings.Join(held, ", "))
 	}
 	if err := s.Artifacts.Remove(ctx, f.Artifact, isoArch); err != nil && !errors.Is(err, store.ErrNotFound) {
 		return nil, err
