@@ -14,7 +14,6 @@ package arp
 
 import (
 	"context"
-	"encoding/binary"
 	"errors"
 	"fmt"
 	"io/fs"
@@ -26,6 +25,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/better-compute/site-appliance/pxe/inet"
 )
 
 // Leases is what is told of conflicts; a lease.Database is one.
@@ -94,16 +95,12 @@ func Listen(cfg Config) (*Prober, error) {
 	if err != nil {
 		return nil, fmt.Errorf("arp: open packet socket: %w", os.NewSyscallError("socket", err))
 	}
-	if err := unix.Bind(fd, &unix.SockaddrLinklayer{Protocol: bigEndian(unix.ETH_P_ARP), Ifindex: i.Index}); err != nil {
+	if err := unix.Bind(fd, &unix.SockaddrLinklayer{Protocol: inet.HostToNet(unix.ETH_P_ARP), Ifindex: i.Index}); err != nil {
 		unix.Close(fd)
 		return nil, fmt.Errorf("arp: interface %s: %w", cfg.Interface, os.NewSyscallError("bind", err))
 	}
 	return &Prober{cfg: cfg, mac: i.HardwareAddr, sock: os.NewFile(uintptr(fd), "arp"), offer: make(chan offer, 256),
 		state: newMachine(), told: make(map[netip.Addr]time.Time)}, nil
-}
-
-func bigEndian(v uint16) uint16 {
-	return binary.NativeEndian.Uint16(binary.BigEndian.AppendUint16(nil, v))
 }
 
 // Close ends Serve.

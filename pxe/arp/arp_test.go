@@ -19,6 +19,7 @@ import (
 
 	"golang.org/x/sys/unix"
 
+	"github.com/better-compute/site-appliance/pxe/inet"
 	"github.com/better-compute/site-appliance/pxe/lease"
 	"github.com/better-compute/site-appliance/pxe/pxetest"
 )
@@ -442,7 +443,7 @@ func rawSocket(iface string) (*os.File, error) {
 	if err != nil {
 		return nil, err
 	}
-	if err := unix.Bind(fd, &unix.SockaddrLinklayer{Protocol: bigEndian(unix.ETH_P_ARP), Ifindex: i.Index}); err != nil {
+	if err := unix.Bind(fd, &unix.SockaddrLinklayer{Protocol: inet.HostToNet(unix.ETH_P_ARP), Ifindex: i.Index}); err != nil {
 		unix.Close(fd)
 		return nil, err
 	}

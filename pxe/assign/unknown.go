@@ -8,6 +8,7 @@ import (
 	"strings"
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
+	"github.com/better-compute/site-appliance/pxe/decide"
 	"github.com/better-compute/site-appliance/pxe/files"
 	"github.com/better-compute/site-appliance/pxe/mandate"
 	"github.com/better-compute/site-appliance/pxe/productuuid"
@@ -40,7 +41,7 @@ func (s *Store) Window(machineID string) (window string, ok bool) {
 			return m.GetWindowId(), true
 		}
 	}
-	if u := s.snapshot.GetUnknown(); u.GetInspect() && strings.HasPrefix(machineID, "mac-") {
+	if u := s.snapshot.GetUnknown(); u.GetInspect() && decide.IsStranger(machineID) {
 		return u.GetWindowId(), true
 	}
 	return "", false

@@ -17,6 +17,7 @@ import (
 	"sync"
 
 	"github.com/better-compute/site-appliance/appliance/base/atomicfile"
+	"github.com/better-compute/site-appliance/pxe/decide"
 )
 
 const (
@@ -147,17 +148,13 @@ func (s *Store) change(machine, window string, edit func(*State)) error {
 	return s.write(machine, st)
 }
 
-// stranger begins the id of a machine that nobody enrolled. Whoever is on the LAN
-// can make them up.
-const stranger = "mac-"
-
 // giveWay makes room for a machine by forgetting a stranger; for a stranger it does not.
 func (s *Store) giveWay(machine string) bool {
-	if strings.HasPrefix(machine, stranger) {
+	if decide.IsStranger(machine) {
 		return false
 	}
 	for other := range s.machines {
-		if strings.HasPrefix(other, stranger) {
+		if decide.IsStranger(other) {
 			delete(s.machines, other)
 			_ = os.Remove(filepath.Join(s.dir, other+suffix)) // what stays is read and forgotten again
 			return true

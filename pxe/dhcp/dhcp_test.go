@@ -16,6 +16,7 @@ import (
 	"github.com/insomniacslk/dhcp/iana"
 
 	"github.com/better-compute/site-appliance/pxe/decide"
+	"github.com/better-compute/site-appliance/pxe/inet"
 	"github.com/better-compute/site-appliance/pxe/lease"
 )
 
@@ -423,10 +424,10 @@ func TestPacketChecksums(t *testing.T) {
 	for _, n := range []int{0, 1, 300, 301} {
 		src, dst := netip.MustParseAddrPort("10.77.0.1:67"), netip.MustParseAddrPort("10.77.0.160:68")
 		p := packet(src, dst, make([]byte, n))
-		if got := sum(0, p[:20]); got != 0xffff {
+		if got := inet.Sum(0, p[:20]); got != 0xffff {
 			t.Errorf("IP checksum over %d bytes does not fit: %x", n, got)
 		}
-		if got := sum(uint32(sum(17+uint32(len(p)-20), p[12:20])), p[20:]); got != 0xffff {
+		if got := inet.Sum(uint32(inet.Sum(17+uint32(len(p)-20), p[12:20])), p[20:]); got != 0xffff {
 			t.Errorf("UDP checksum over %d bytes does not fit: %x", n, got)
 		}
 	}

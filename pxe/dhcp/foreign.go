@@ -13,6 +13,8 @@ import (
 
 	"github.com/insomniacslk/dhcp/dhcpv4"
 	"golang.org/x/sys/unix"
+
+	"github.com/better-compute/site-appliance/pxe/inet"
 )
 
 // Foreign is a DHCP server on the wire that is not the box.
@@ -75,7 +77,7 @@ func listen(iface string, filter []unix.SockFilter, promiscuous bool) (*listener
 		err = unix.SetsockoptPacketMreq(fd, unix.SOL_PACKET, unix.PACKET_ADD_MEMBERSHIP, &unix.PacketMreq{Ifindex: int32(i.Index), Type: unix.PACKET_MR_PROMISC})
 	}
 	if err == nil {
-		err = unix.Bind(fd, &unix.SockaddrLinklayer{Protocol: hostToNet(unix.ETH_P_IP), Ifindex: i.Index})
+		err = unix.Bind(fd, &unix.SockaddrLinklayer{Protocol: inet.HostToNet(unix.ETH_P_IP), Ifindex: i.Index})
 	}
 	if err == nil {
 		err = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, receiveBuffer)

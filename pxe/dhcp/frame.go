@@ -10,6 +10,8 @@ import (
 
 	"github.com/insomniacslk/dhcp/dhcpv4"
 	"golang.org/x/sys/unix"
+
+	"github.com/better-compute/site-appliance/pxe/inet"
 )
 
 // framer sends UDP packets to a MAC that answers no ARP yet. It is safe for concurrent use.
@@ -51,7 +53,7 @@ func (f *framer) send(mac net.HardwareAddr, dst netip.Addr, payload []byte) erro
 }
 
 func (f *framer) sendFrom(from, port uint16, mac net.HardwareAddr, dst netip.Addr, payload []byte) error {
-	to := unix.SockaddrLinklayer{Protocol: hostToNet(unix.ETH_P_IP), Ifindex: f.index, Halen: 6}
+	to := unix.SockaddrLinklayer{Protocol: inet.HostToNet(unix.ETH_P_IP), Ifindex: f.index, Halen: 6}
 	copy(to.Addr[:], mac)
 	f.mu.Lock()
 	defer f.mu.Unlock()
@@ -72,37 +74,12 @@ func packet(src, dst netip.AddrPort, payload []byte) []byte {
 	ip[8], ip[9] = 64, unix.IPPROTO_UDP
 	copy(ip[12:], src.Addr().AsSlice())
 	copy(ip[16:], dst.Addr().AsSlice())
-	binary.BigEndian.PutUint16(ip[10:], ^sum(0, ip))
+	binary.BigEndian.PutUint16(ip[10:], ^inet.Sum(0, ip))
 
 	binary.BigEndian.PutUint16(udp, src.Port())
 	binary.BigEndian.PutUint16(udp[2:], dst.Port())
 	binary.BigEndian.PutUint16(udp[4:], uint16(len(udp)))
 	copy(udp[udpLen:], payload)
-	pseudo := sum(uint32(unix.IPPROTO_UDP)+uint32(len(udp)), ip[12:20])
-	check := ^sum(uint32(pseudo), udp)
-	if check == 0 {
-		check = 0xffff // zero would say "no checksum"
-	}
-	binary.BigEndian.PutUint16(udp[6:], check)
+	binary.BigEndian.PutUint16(udp[6:], inet.UDPChecksum(ip[12:20], udp))
 	return b
-}
-
-// sum is the one's complement sum of RFC 1071.
-func sum(start uint32, b []byte) uint16 {
-	for ; len(b) >= 2; b = b[2:] {
-		start += uint32(binary.BigEndian.Uint16(b))
-	}
-	if len(b) == 1 {
-		start += uint32(b[0]) << 8
-	}
-	for start > 0xffff {
-		start = start>>16 + start&0xffff
-	}
-	return uint16(start)
-}
-
-func hostToNet(v uint16) uint16 {
-	var b [2]byte
-	binary.BigEndian.PutUint16(b[:], v)
-	return binary.NativeEndian.Uint16(b[:])
 }

@@ -10,6 +10,8 @@ import (
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/better-compute/site-appliance/pxe/inet"
 )
 
 const (
@@ -65,7 +67,7 @@ func openWire(iface string, own netip.Addr) (*wire, net.HardwareAddr, error) {
 	if err == nil {
 		// An old kernel or a low bound only shortens the bursts that are taken.
 		_ = unix.SetsockoptInt(fd, unix.SOL_SOCKET, unix.SO_RCVBUF, receiveBuffer)
-		err = unix.Bind(fd, &unix.SockaddrLinklayer{Protocol: hostToNet(unix.ETH_P_IPV6), Ifindex: i.Index})
+		err = unix.Bind(fd, &unix.SockaddrLinklayer{Protocol: inet.HostToNet(unix.ETH_P_IPV6), Ifindex: i.Index})
 	}
 	if err == nil {
 		w.raw, err = w.file.SyscallConn()
@@ -133,7 +135,7 @@ func parseFrame(b []byte) (message []byte, from source, ok bool) {
 
 // send answers to the MAC that asked.
 func (w *wire) send(to source, payload []byte) error {
-	sa := unix.SockaddrLinklayer{Protocol: hostToNet(unix.ETH_P_IPV6), Ifindex: w.index, Halen: 6}
+	sa := unix.SockaddrLinklayer{Protocol: inet.HostToNet(unix.ETH_P_IPV6), Ifindex: w.index, Halen: 6}
 	copy(sa.Addr[:], to.mac[:])
 	packet := frame(w.source(), to.addr, payload)
 	var sent error
@@ -189,31 +191,6 @@ func frame(src, dst netip.Addr, payload []byte) []byte {
 	binary.BigEndian.PutUint16(udp[2:], clientPort)
 	binary.BigEndian.PutUint16(udp[4:], uint16(len(udp)))
 	copy(udp[udpHeader:], payload)
-	pseudo := sum(uint32(unix.IPPROTO_UDP)+uint32(len(udp)), b[8:40])
-	check := ^sum(uint32(pseudo), udp)
-	if check == 0 {
-		check = 0xffff // zero is no checksum, which IPv6 forbids
-	}
-	binary.BigEndian.PutUint16(udp[6:], check)
+	binary.BigEndian.PutUint16(udp[6:], inet.UDPChecksum(b[8:40], udp))
 	return b
-}
-
-// sum is the one's complement sum of RFC 1071.
-func sum(start uint32, b []byte) uint16 {
-	for ; len(b) >= 2; b = b[2:] {
-		start += uint32(binary.BigEndian.Uint16(b))
-	}
-	if len(b) == 1 {
-		start += uint32(b[0]) << 8
-	}
-	for start > 0xffff {
-		start = start>>16 + start&0xffff
-	}
-	return uint16(start)
-}
-
-func hostToNet(v uint16) uint16 {
-	var b [2]byte
-	binary.BigEndian.PutUint16(b[:], v)
-	return binary.NativeEndian.Uint16(b[:])
 }

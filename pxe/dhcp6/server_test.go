@@ -13,6 +13,7 @@ import (
 	"github.com/insomniacslk/dhcp/dhcpv6"
 	"golang.org/x/sys/unix"
 
+	"github.com/better-compute/site-appliance/pxe/inet"
 	"github.com/better-compute/site-appliance/pxe/limit"
 	"github.com/better-compute/site-appliance/pxe/pxetest"
 )
@@ -60,7 +61,7 @@ func TestFrames(t *testing.T) {
 	for n := range 9 {
 		b := frame(src, dst, make([]byte, n))
 		pseudo := append(append([]byte{}, b[8:40]...), 0, 0, 0, byte(len(b)-ipHeader), 0, 0, 0, unix.IPPROTO_UDP)
-		if got := sum(0, append(pseudo, b[ipHeader:]...)); got != 0xffff {
+		if got := inet.Sum(0, append(pseudo, b[ipHeader:]...)); got != 0xffff {
 			t.Errorf("sum over a frame of %d bytes = %x, want ffff", n, got)
 		}
 	}
