@@ -116,22 +116,18 @@ func run(ctx context.Context, args []string, out, log io.Writer) error {
 		return err
 	}
 	rows, err := measure(ctx, []suite{streamSuite, sessionSuite, bcxSuite, fleetSuite, dhcpSuite, tftpSuite, httpSuite, stormSuite}, *only, s)
-	if err != nil {
+	if len(rows) == 0 {
 		return err
 	}
-	if err := print(out, rows); err != nil {
-		return err
-	}
-	if err := os.MkdirAll(filepath.Dir(*path), 0o755); err != nil {
-		return err
-	}
-	return os.WriteFile(*path, []byte(table(rows)), 0o644)
+	return errors.Join(err, print(out, rows), os.MkdirAll(filepath.Dir(*path), 0o755), os.WriteFile(*path, []byte(table(rows)), 0o644))
 }
 
-// measure runs the suites that have a row whose name begins with only.
+// measure runs the suites that have a row whose name begins with only. One that
+// fails costs no other its rows.
 func measure(ctx context.Context, suites []suite, only string, s settings) ([]row, error) {
 	wanted := func(name string) bool { return strings.HasPrefix(name, only) }
 	var rows []row
+	var failed []error
 	fits := false
 	for _, suite := range suites {
 		if !slices.ContainsFunc(suite.names, wanted) {
@@ -140,14 +136,28 @@ func measure(ctx context.Context, suites []suite, only string, s settings) ([]ro
 		fits = true
 		got, err := suite.run(ctx, s)
 		if err != nil {
-			return nil, fmt.Errorf("%s: %w", suite.names[0], err)
+			failed = append(failed, fmt.Errorf("%s: %w", suite.names[0], err))
+			if ctx.Err() != nil {
+				break
+			}
+			continue
 		}
 		rows = append(rows, slices.DeleteFunc(got, func(r row) bool { return !wanted(r.name) })...)
 	}
 	if !fits {
 		return nil, fmt.Errorf("no row's name begins with %q", only)
 	}
-	return rows, nil
+	return rows, errors.Join(failed...)
+}
+
+// missed are the rows that are under their goals, in words.
+func missed(rows []row) (all []string) {
+	for _, r := range rows {
+		if r.goal > 0 && r.ratio() < r.goal {
+			all = append(all, fmt.Sprintf("%s (%.2f of %g)", r.name, r.ratio(), r.goal))
+		}
+	}
+	return all
 }
 
 func table(rows []row) string {
@@ -163,6 +173,9 @@ func print(out io.Writer, rows []row) error {
 	io.WriteString(w, table(rows))
 	if err := w.Flush(); err != nil {
 		return err
+	}
+	if under := missed(rows); len(under) > 0 {
+		fmt.Fprintf(out, "goals missed: %s\n", strings.Join(under, ", "))
 	}
 	_, err := fmt.Fprintf(out, "on %d cores of %s, load %s\n", runtime.NumCPU(), cpu(), load())
 	return err

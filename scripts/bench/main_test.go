@@ -7,6 +7,7 @@ import (
 	"io"
 	"os"
 	"path/filepath"
+	"slices"
 	"testing"
 )
 
@@ -22,6 +23,19 @@ func TestTable(t *testing.T) {
 		"c.small\t0.500\ts\tx\t12.5\t25.00\t3\n"
 	if got != want {
 		t.Errorf("table() = %q, want %q", got, want)
+	}
+}
+
+// Under a goal is less than it: level with it is not, and a row without one cannot be.
+func TestMissed(t *testing.T) {
+	got := missed([]row{
+		{name: "met", ours: 95, theirs: 100, goal: 0.95},
+		{name: "under", ours: 150, theirs: 100, goal: 3},
+		{name: "slower", ours: 200, theirs: 100, less: true, goal: 0.9},
+		{name: "none", ours: 1, theirs: 100},
+	})
+	if want := []string{"under (1.50 of 3)", "slower (0.50 of 0.9)"}; !slices.Equal(got, want) {
+		t.Errorf("missed() = %q, want %q", got, want)
 	}
 }
 
@@ -47,13 +61,13 @@ func TestMeasureOnly(t *testing.T) {
 			return rows, err
 		}}
 	}
-	suites := []suite{fake(nil, "a.x", "a.y"), fake(nil, "b.x"), fake(errors.New("broken"), "c")}
+	suites := []suite{fake(nil, "a.x", "a.y"), fake(errors.New("broken"), "c"), fake(nil, "b.x")}
 	for _, tt := range []struct {
 		only string
 		ran  int
 		rows int
 		fail bool
-	}{{"a", 1, 2, false}, {"a.y", 1, 1, false}, {"b.x", 1, 1, false}, {"z", 0, 0, true}, {"c", 1, 0, true}, {"", 3, 0, true}} {
+	}{{"a", 1, 2, false}, {"a.y", 1, 1, false}, {"b.x", 1, 1, false}, {"z", 0, 0, true}, {"c", 1, 0, true}, {"", 3, 3, true}} {
 		ran = nil
 		rows, err := measure(t.Context(), suites, tt.only, settings{})
 		if len(ran) != tt.ran || len(rows) != tt.rows || (err != nil) != tt.fail {
