@@ -373,7 +373,7 @@ func (c *serverCert) get(*tls.ClientHelloInfo) (*tls.Certificate, error) {
 	return fresh, nil
 }
 
-// heardVersion follows a box whose boot decisions are newer than the gateway knows.
+// heardVersion follows a box whose boot decisions are other than the gateway knows.
 func (g *Gateway) heardVersion(ctx context.Context, agentID string, e *agentv1.Event) {
 	var body struct {
 		Version uint64 `json:"version"`
@@ -381,7 +381,12 @@ func (g *Gateway) heardVersion(ctx context.Context, agentID string, e *agentv1.E
 	if e.Name != "pxe.assigned" || json.Unmarshal(e.BodyJson, &body) != nil {
 		return
 	}
-	if err := g.Store.HeardAssignVersion(ctx, agentID, body.Version); err != nil {
+	behind, err := g.Store.HeardAssignVersion(ctx, agentID, body.Version)
+	if err != nil {
 		g.Log.Error("the version of a box's boot decisions is not kept", "agent", agentID, "err", err)
+		return
+	}
+	if behind != "" {
+		g.Discovery.Lost(behind)
 	}
 }

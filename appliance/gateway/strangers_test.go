@@ -219,6 +219,47 @@ func TestStrangersFlood(t *testing.T) {
 		t.Errorf("%d events are kept of a flood", len(events))
 	}
 
+	// Neither another session nor another identity has room for more, but for the hardware of
+	// that one, who may be the machine whose name was used; another machine and the box have
+	// theirs, and so has the flooding one after the hour.
+	report := func(a *gatewaytest.Agent, seq uint64, name string) *gatewaytest.Session {
+		t.Helper()
+		session := a.Connect()
+		s.must(session.Stream.Send(&agentv1.AgentFrame{Frame: &agentv1.AgentFrame_Event{Event: &agentv1.Event{Seq: seq << 20, Name: name, Class: "state", BodyJson: []byte(fmt.Sprintf(`{"seq":%d}`, seq))}}}))
+		return session
+	}
+	kept := func(a *gatewaytest.Agent, seq uint64, name string) {
+		t.Helper()
+		report(a, seq, name)
+		eventually(t, fmt.Sprint(name, " ", seq, " of ", a.ID), func() bool {
+			events, err := s.Store.Events(t.Context(), store.EventFilter{AgentID: a.ID, Name: name})
+			s.must(err)
+			return len(events) == 1 && events[0].BodyJSON == fmt.Sprintf(`{"seq":%d}`, seq)
+		})
+	}
+	limited := func(what string, a *gatewaytest.Agent, seq uint64, name string) {
+		t.Helper()
+		if c, err := report(a, seq, name).End(); c.GetCode() != string(errs.RateLimited) {
+			t.Errorf("%s ended with %v, %v, want rate-limited", what, c, err)
+		}
+	}
+	limited("another session of a flood", ram, 1, "machine.hardware")
+	again, err := s.enrol(s.voucher(same))
+	s.must(err)
+	kept(again, 1, "machine.hardware")
+	limited("another identity of a machine that flooded", again, 2, "machine.progress")
+	for seq := range uint64(7) {
+		kept(again, 3+seq, "machine.hardware")
+	}
+	limited("hardware without end", again, 10, "machine.hardware")
+	other, err := s.enrol(s.voucher(func(v *agentv1.Voucher) { v.MachineId = "mac-5254000000ab" }))
+	s.must(err)
+	kept(other, 1, "machine.hardware")
+	kept(other, 2, "machine.hardware")
+	kept(s.box, 1, "pxe.discovered")
+	s.Clock.Add(time.Hour)
+	kept(again, 11, "machine.hardware")
+
 	// As many come as may come at once, and then no more; the one that is known does,
 	// once there is time again.
 	refused := 0
@@ -246,7 +287,7 @@ func TestBoxIsTold(t *testing.T) {
 		for {
 			if f := session.Next(); f.GetCommand() != nil {
 				return f.GetCommand()
-			} else if f.GetResultAck() == nil {
+			} else if f.GetResultAck() == nil && f.GetEventAck() == nil {
 				t.Fatalf("frame = %v, want a command", f)
 			}
 		}
@@ -289,7 +330,7 @@ func TestBoxIsTold(t *testing.T) {
 	told("the box has the list")
 
 	// The machine's MAC, once it is confirmed, is the machine's.
-	s.must(s.Store.AddMAC(t.Context(), "node_1", strangerMAC, 16))
+	s.must(s.Store.AddMAC(t.Context(), "node_1", strangerMAC, 16, nil))
 	s.Discovery.Changed()
 	if m := next("the MAC").Machines; len(m) != 1 || m[0].MachineId != "node_1" || len(m[0].Macs) != 1 || m[0].Macs[0] != strangerMAC || m[0].Action != pxev1.Action_ACTION_LOCAL_DISK {
 		t.Errorf("machines = %v, want node_1 with its MAC", m)
@@ -333,6 +374,22 @@ func TestBoxIsTold(t *testing.T) {
 		t.Errorf("unknown machines are left alone, and the box is told %v", last.Unknown)
 	}
 	told("the box leaves them alone")
+
+	// So is one that says that it is behind, since it lost what it was told; one that has
+	// the newest is not.
+	latest, err := s.Store.AssignVersion(t.Context(), "site_1")
+	s.must(err)
+	before, err := s.Store.SiteUntold(t.Context(), "site_1")
+	s.must(err)
+	session.Event(&agentv1.Event{Seq: 1, Name: "pxe.assigned", Class: "state", BodyJson: fmt.Appendf(nil, `{"version":%d}`, latest)})
+	session.Event(&agentv1.Event{Seq: 2, Name: "pxe.assigned", Class: "state", BodyJson: []byte(`{"version":0}`)})
+	if again := next("what it lost"); again.Version != latest+1 || len(again.Machines) != 1 {
+		t.Errorf("a box that lost version %d is told %v", latest, again)
+	}
+	told("the box has what it lost")
+	if after, err := s.Store.SiteUntold(t.Context(), "site_1"); err != nil || after.Changes != before.Changes+1 {
+		t.Errorf("%d changes became %d, %v, want one more", before.Changes, after.Changes, err)
+	}
 }
 
 // TestStrangersBound: a site has room for so many and no more, and who is in may come again.

@@ -24,10 +24,8 @@ import (
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
 	"github.com/better-compute/site-appliance/appliance/invoke"
 	"github.com/better-compute/site-appliance/plugins/metal"
+	"github.com/better-compute/site-appliance/pxe/mandate"
 )
-
-// strangerPrefix begins the id that a box gives a machine that nobody enrolled.
-const strangerPrefix = "mac-"
 
 // HardwareEvent carries a metal.Inspection; its key is the machine's id.
 const HardwareEvent = "machine.hardware"
@@ -87,7 +85,7 @@ func Run(ctx context.Context, c Config) error {
 		ProductUUID: hardware.ProductUUID, MACs: macs, Log: c.Log,
 	}
 	// A machine that nobody enrolled reports its hardware; whoever asks it for more is refused.
-	if !strings.HasPrefix(boot.MachineID, strangerPrefix) {
+	if !strings.HasPrefix(boot.MachineID, mandate.StrangerPrefix) {
 		config.Capabilities = []string{"image.stream/raw.zst", "disk.wipe"}
 		config.Kinds = []dispatch.Kind{images.kind(), images.wipeKind(), invoke.New(invoke.Options{MachineID: func() string { return boot.MachineID }, Log: c.Log})}
 	}

@@ -64,7 +64,7 @@ func TestStrangerAtGateway(t *testing.T) {
 	if _, err := h.g.Commands.Submit(ctx, commands.Spec{AgentID: agentID, TargetNodeID: id, Kind: StreamKind}); errs.CodeOf(err) != errs.OperationNotAllowed {
 		t.Errorf("Submit to it = %v, want operation-not-allowed", err)
 	}
-	must(h.g.Store.AddMAC(ctx, "node_1", mac, 16))
+	must(h.g.Store.AddMAC(ctx, "node_1", mac, 16, nil))
 	h.g.Discovery.Changed()
 	if m := (<-h.assigned).Machines; len(m) != 1 || m[0].MachineId != "node_1" || !slices.Equal(m[0].Macs, []string{mac}) {
 		t.Errorf("the box is told of %v, want node_1 with %s", m, mac)

@@ -77,6 +77,10 @@ func Claims(data []byte) (*pxev1.Assignment, error) {
 	return a, nil
 }
 
+// StrangerPrefix begins the id of a machine that nobody enrolled; the twelve digits of
+// its MAC follow.
+const StrangerPrefix = "mac-"
+
 // allowed are the command kinds that destroy, by purpose.
 var allowed = map[string]map[string]bool{
 	"inspect": {},

@@ -11,7 +11,7 @@ import (
 func TestHelp(t *testing.T) {
 	for _, args := range [][]string{
 		{"-h"}, {"help"}, {"gateway", "--help"}, {"gateway", "init", "-h"}, {"gateway", "serve", "-h"}, {"site", "add", "--help"},
-		{"metal", "deploy", "rack-1", "-h"}, {"metal", "confirm-power", "-h"}, {"iso", "add", "-h"}, {"iso", "remove", "-h"}, {"metal", "boot-iso", "-h"}, {"metal", "boot-kernel", "-h"}, {"metal", "boot-disk", "-h"}, {"metal", "wipe", "-h"}, {"secret", "put", "-h"}, {"artifact", "import", "-h"}, {"workflow", "list", "-h"},
+		{"metal", "deploy", "rack-1", "-h"}, {"metal", "confirm-power", "-h"}, {"iso", "add", "-h"}, {"iso", "remove", "-h"}, {"metal", "boot-iso", "-h"}, {"metal", "boot-kernel", "-h"}, {"metal", "boot-disk", "-h"}, {"metal", "wipe", "-h"}, {"metal", "loader", "-h"}, {"metal", "found", "-h"}, {"metal", "confirm-mac", "-h"}, {"metal", "reject-mac", "-h"}, {"pxe", "explain", "-h"}, {"iso", "list", "-h"}, {"iso", "show", "-h"}, {"secret", "put", "-h"}, {"artifact", "import", "-h"}, {"workflow", "list", "-h"},
 		{"drivers", "list", "-h"}, {"bmc", "probe", "-h"}, {"site", "ca", "-h"}, {"place", "-h"}, {"events", "-h"}, {"image", "build", "-h"}, {"image", "flash", "-h"}, {"image", "test", "-h"}, {"version", "-h"},
 	} {
 		var out, notes bytes.Buffer

@@ -45,6 +45,9 @@ func isoAdd(ctx context.Context, args []string, std stdio) error {
 	if *name == "" {
 		*name = nameOf(rest[0])
 	}
+	if strings.Contains(rest[0], "://") {
+		return fmt.Errorf("iso add: %s is a URL: want a file of this computer, fetched from there", rest[0])
+	}
 	file, err := os.Open(rest[0])
 	if err != nil {
 		return fmt.Errorf("iso add: %w", err)

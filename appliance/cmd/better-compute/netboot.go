@@ -19,6 +19,10 @@ func bootCommands() []command {
 	}
 }
 
+// assignsOnly is what becomes of the machines that nobody can start from afar.
+const assignsOnly = "Where the driver cannot choose what the machine boots (wol, manual), it is assigned and waited for: let somebody start it from the network\n" +
+	"in that time, or have the network stand before the disk in its firmware's boot order."
+
 // bootFlags are those that all boots from the network have.
 type bootFlags struct {
 	firmware *string
@@ -35,8 +39,11 @@ func (f *flags) boot() bootFlags {
 }
 
 func (b bootFlags) check(usage string) error {
-	if *b.window < time.Minute || *b.window > 168*time.Hour || *b.boots < 1 || *b.boots > 1000 {
-		return fmt.Errorf("--window is from 1m to 168h, and --max-boots from 1 to 1000; usage: better-compute %s", usage)
+	switch {
+	case *b.window < time.Minute || *b.window > 168*time.Hour:
+		return fmt.Errorf("--window %s: want 1m to 168h; usage: better-compute %s", *b.window, usage)
+	case *b.boots < 1 || *b.boots > 1000:
+		return fmt.Errorf("--max-boots %d: want 1 to 1000; usage: better-compute %s", *b.boots, usage)
 	}
 	return nil
 }
@@ -46,7 +53,7 @@ func (b bootFlags) seconds() uint32 { return uint32(min(b.window.Seconds(), math
 func metalBootISO(ctx context.Context, args []string, std stdio) error {
 	f := newCall("metal boot-iso MACHINE ISO [--pxe] [--firmware bios|uefi] [--window DURATION] [--max-boots N] [--check] [--anyway] [--wait]", std)
 	f.about = "Tells first what is known to stand in the way, and begins unless one of that refuses the boot.\n" +
-		"Where the BMC has a virtual drive, the image goes there; else the machine boots it over the network, which counts among what is destructive."
+		"Where the BMC has a virtual drive, the image goes there; else the machine boots it over the network, which counts among what is destructive.\n" + assignsOnly
 	pxe := f.Bool("pxe", false, "over the network, though the BMC has a virtual drive")
 	check := f.Bool("check", false, "tell what stands in the way, and do nothing")
 	anyway := f.Bool("anyway", false, "in spite of what refuses it")
@@ -96,7 +103,7 @@ func metalBootISO(ctx context.Context, args []string, std stdio) error {
 
 func metalBootKernel(ctx context.Context, args []string, std stdio) error {
 	f := newCall("metal boot-kernel MACHINE --kernel NAME|SHA256 [--uki] [--initrd NAME|SHA256] [--cmdline TEXT] [--firmware bios|uefi] [--window DURATION] [--max-boots N] [--wait]", std)
-	f.about = "Boots raw artifacts (artifact import --format raw) over the network, which counts among what is destructive."
+	f.about = "Boots raw artifacts (artifact import --format raw) over the network, which counts among what is destructive.\n" + assignsOnly
 	kernel := f.String("kernel", "", "the artifact's `name` or SHA-256")
 	uki := f.Bool("uki", false, "it is a unified kernel image, with initrd and command line inside")
 	initrd := f.String("initrd", "", "the initrd's `name` or SHA-256")
@@ -123,7 +130,8 @@ func metalBootKernel(ctx context.Context, args []string, std stdio) error {
 
 func metalBootDisk(ctx context.Context, args []string, std stdio) error {
 	f := newCall("metal boot-disk MACHINE [--firmware bios|uefi] [--wait]", std)
-	f.about = "Ends what boot-iso or boot-kernel began: the machine is switched off and starts from its own disk. A virtual drive keeps its image until metal media MACHINE eject."
+	f.about = "Ends what boot-iso or boot-kernel began: the machine is switched off and starts from its own disk. A virtual drive keeps its image until metal media MACHINE eject.\n" +
+		"Where the driver cannot choose what the machine boots (wol, manual), the machine is not switched: it gets its disk when it boots next."
 	firmware := f.String("firmware", "", "the machine's firmware, `bios` or uefi (default: uefi)")
 	wait := f.Bool("wait", false, "follow the steps to the end")
 	rest, c, err := f.begin(args, 1, 1)

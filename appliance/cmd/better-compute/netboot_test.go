@@ -47,7 +47,7 @@ func TestNetbootOverTheLine(t *testing.T) {
 	if out := c.run("", "iso", "add", path); !strings.Contains(out, "memtest-86") || !strings.Contains(out, "self-contained") || !strings.Contains(out, digest) || !strings.Contains(out, "bios, uefi") {
 		t.Errorf("iso add = %q", out)
 	}
-	c.fails("INVALID_INPUT: taken", "iso", "add", path)
+	c.fails("INVALID_INPUT: taken: there is a disc image memtest-86: remove it first, or give another name", "iso", "add", path)
 	win, _ := isoFile(t, "win.iso", isotest.Options{Label: "WIN", BIOS: true, Files: []string{"BOOTMGR;1"}})
 	c.run("", "iso", "add", win, "--name", "windows")
 	c.fails("INVALID_INPUT: netboot_test.go: it is no ISO 9660 image", "iso", "add", "netboot_test.go")
@@ -153,6 +153,62 @@ func TestBootISOByVirtualDrive(t *testing.T) {
 		t.Errorf("the site saw %q, want %q", got, want)
 	}
 	c.fails("UNSUPPORTED: iso-limits", "metal", "boot-iso", "m1", "win", "--pxe")
+}
+
+// TestBootMistakes: what people type wrong is told with what is wanted, and begins nothing.
+func TestBootMistakes(t *testing.T) {
+	c := newCLI(t)
+	defer func() { c.halt() }()
+	p := newPlace(t, c)
+	defer p.end()
+	p.enroll(c, "m1", "ipmi")
+	c.run("", "metal", "enroll", "m2", "--pool", "metal", "--driver", "wol", "--address", "52:54:00:00:00:02", "--mac", "52:54:00:00:00:02")
+	path, _ := isoFile(t, "memtest.iso", isotest.Options{Label: "MT86", BIOS: true, UEFI: true, Files: []string{"MEMTEST.BIN;1"}})
+	c.run("", "iso", "add", path)
+	empty := filepath.Join(t.TempDir(), "empty.iso")
+	if err := os.WriteFile(empty, nil, 0o600); err != nil {
+		t.Fatal(err)
+	}
+	for _, tt := range []struct {
+		want string
+		args []string
+	}{
+		{"iso add: https://example.com/a.iso is a URL: want a file of this computer", []string{"iso", "add", "https://example.com/a.iso"}},
+		{"iso add: open /nowhere.iso: no such file", []string{"iso", "add", "/nowhere.iso"}},
+		{"iso add: read " + filepath.Dir(path) + ": is a directory", []string{"iso", "add", filepath.Dir(path)}},
+		{"INVALID_INPUT: empty: the file is empty", []string{"iso", "add", empty}},
+		{"usage: better-compute iso add FILE", []string{"iso", "add"}},
+		{`INVALID_INPUT: name "Mem Test": want lower-case letters`, []string{"iso", "add", path, "--name", "Mem Test"}},
+		{`INVALID_INPUT: class "live": want self-contained, refetches or needs-drive`, []string{"iso", "add", path, "--name", "x", "--class", "live"}},
+		{`NOT_FOUND: disc image "none"`, []string{"iso", "show", "none"}},
+		{`NOT_FOUND: disc image "none"`, []string{"iso", "remove", "none"}},
+		{`NOT_FOUND: machine "nobody"`, []string{"metal", "boot-iso", "nobody", "memtest"}},
+		{`NOT_FOUND: disc image "none"`, []string{"metal", "boot-iso", "m1", "none"}},
+		{`INVALID_INPUT: firmware "efi": want bios or uefi`, []string{"metal", "boot-iso", "m1", "memtest", "--firmware", "efi"}},
+		{"--window 1s: want 1m to 168h; usage: better-compute metal boot-iso", []string{"metal", "boot-iso", "m1", "memtest", "--window", "1s"}},
+		{"--window 200h0m0s: want 1m to 168h; usage: better-compute metal boot-kernel", []string{"metal", "boot-kernel", "m1", "--kernel", "k", "--window", "200h"}},
+		{"--max-boots 0: want 1 to 1000; usage: better-compute metal boot-iso", []string{"metal", "boot-iso", "m1", "memtest", "--max-boots", "0"}},
+		{`NOT_FOUND: artifact "none"`, []string{"metal", "boot-kernel", "m1", "--kernel", "none"}},
+		{"INVALID_INPUT: cmdline: the command line must not hold '$'", []string{"metal", "boot-kernel", "m1", "--kernel", "none", "--cmdline", "a=${b}"}},
+		{"INVALID_INPUT: a unified kernel image has its initrd", []string{"metal", "boot-kernel", "m1", "--kernel", "k", "--uki", "--initrd", "i"}},
+		{`NOT_FOUND: machine "nobody"`, []string{"metal", "boot-disk", "nobody"}},
+		{`INVALID_INPUT: firmware "x": want bios or uefi`, []string{"metal", "boot-disk", "m1", "--firmware", "x"}},
+		{"INVALID_INPUT: disk_serials: S1 is given twice", []string{"metal", "wipe", "m1", "--disk-serial", "S1", "--disk-serial", "S1"}},
+		{`NOT_FOUND: machine "nobody"`, []string{"metal", "wipe", "nobody", "--disk-serial", "S1"}},
+		{"UNSUPPORTED: bmc-driver-unsupported: wipe needs management.setBootDevice, which driver wol does not serve: it serves power.getPower, power.setPower", []string{"metal", "wipe", "m2", "--disk-serial", "S1"}},
+		{`INVALID_INPUT: loader "grub": want ipxe, shim, snponly`, []string{"metal", "loader", "m1", "grub"}},
+		{`NOT_FOUND: machine "nobody"`, []string{"metal", "loader", "nobody", "shim"}},
+		{"usage: better-compute metal loader MACHINE snponly|ipxe|shim", []string{"metal", "loader", "m1"}},
+	} {
+		c.fails(tt.want, tt.args...)
+	}
+	c.run("", "metal", "loader", "m1", "shim")
+	if _, _, err := c.runAs(c.client, "", "metal", "boot-iso", "m1", "memtest"); err == nil || !strings.Contains(err.Error(), "GRUB gives no drives out, which the loaders snponly and ipxe do; --anyway boots it in spite of that") {
+		t.Errorf("boot-iso with shim = %v", err)
+	}
+	if got := p.seen(); len(got) != 0 {
+		t.Errorf("the site saw %q of what was refused", got)
+	}
 }
 
 func TestNameOf(t *testing.T) {

@@ -97,8 +97,29 @@ func TestMACsByCommandLine(t *testing.T) {
 	if out := c.run("", "metal", "list"); !strings.Contains(out, mac) {
 		t.Errorf("metal list = %q, want the MAC", out)
 	}
-	c.fails("DRIVER_ERROR: unavailable: the site's box is offline", "pxe", "explain", mac)
+	c.fails("DRIVER_ERROR: unavailable: the site's box is offline (site lab)", "pxe", "explain", mac)
 	c.fails("usage: better-compute pxe explain", "pxe", "explain")
+	for _, tt := range []struct {
+		want string
+		args []string
+	}{
+		{`INVALID_INPUT: mac "m1": want six bytes such as 52:54:00:12:34:56`, []string{"pxe", "explain", "m1"}},
+		{`NOT_FOUND: site "nowhere"`, []string{"pxe", "explain", mac, "--site", "nowhere"}},
+		{`INVALID_INPUT: mac "ff:ff:ff:ff:ff:ff" is a group address`, []string{"metal", "confirm-mac", "m1", "ff:ff:ff:ff:ff:ff"}},
+		{`NOT_FOUND: machine "m9"`, []string{"metal", "confirm-mac", "m9", mac}},
+		{"INVALID_INPUT: mac-not-seen: MAC 52:54:00:00:00:0b was not seen by the box of machine m1's site: whoever is sure of it says --unseen", []string{"metal", "confirm-mac", "m1", "52:54:00:00:00:0B"}},
+		{`NOT_FOUND: MAC ` + mac + `: no box of this tenant has found it, or it is a machine's`, []string{"metal", "reject-mac", strings.ToUpper(mac)}},
+		{`INVALID_INPUT: mac "x"`, []string{"metal", "reject-mac", "x"}},
+		{`NOT_FOUND: site "nowhere"`, []string{"metal", "reject-mac", mac, "--site", "nowhere"}},
+		{"INVALID_INPUT: taken: there is a machine m1", []string{"metal", "enroll", "m1", "--pool", "metal", "--driver", "ipmi", "--address", "192.0.2.8", "--credentials", "bmc", "--mac", "52:54:00:00:00:0c"}},
+		{"INVALID_INPUT: taken: MAC " + mac + " is machine m1's", []string{"metal", "enroll", "m2", "--pool", "metal", "--driver", "ipmi", "--address", "192.0.2.8", "--credentials", "bmc", "--mac", strings.ToUpper(mac)}},
+		{`INVALID_INPUT: product_uuid "123": want 32 hex digits`, []string{"metal", "enroll", "m2", "--pool", "metal", "--driver", "ipmi", "--address", "192.0.2.8", "--credentials", "bmc", "--uuid", "123"}},
+	} {
+		c.fails(tt.want, tt.args...)
+	}
+	c.run("", "site", "add", "shed")
+	c.fails("INVALID_INPUT: site is missing: MAC 52:54:00:00:00:ee is no machine's, and was found at 0 of 2 sites: name the one whose box is asked (--site)", "pxe", "explain", "52:54:00:00:00:EE")
+	c.fails("DRIVER_ERROR: unavailable: the site's box has not enrolled yet (site shed)", "pxe", "explain", mac, "--site", "shed")
 }
 
 // TestPrintFound: what a machine says of itself does not steer the terminal.

@@ -134,7 +134,7 @@ func (r *rig) Online(id string) bool {
 	return r.online[id]
 }
 
-func newRig(t *testing.T) *rig {
+func newRig(t *testing.T, edits ...func(*Config)) *rig {
 	t.Helper()
 	r := &rig{t: t, online: map[string]bool{}, secrets: map[string][]byte{}, now: time.UnixMilli(1_800_000_000_000)}
 	st, err := store.Open(filepath.Join(t.TempDir(), "gateway.db"), func() time.Time { return r.now })
@@ -148,7 +148,11 @@ func newRig(t *testing.T) *rig {
 	hardware, err := metal.New(hardwareOptions)
 	must(t, err)
 	mux := http.NewServeMux()
-	New(Config{Store: st, Metal: hardware, Drivers: r.drivers, Commands: r, Enrol: r, Secrets: r, Artifacts: r, Workflows: r, Online: r.Online, Log: slog.New(slog.DiscardHandler)}).Register(mux.Handle)
+	c := Config{Store: st, Metal: hardware, Drivers: r.drivers, Commands: r, Enrol: r, Secrets: r, Artifacts: r, Workflows: r, Online: r.Online, Log: slog.New(slog.DiscardHandler)}
+	for _, edit := range edits {
+		edit(&c)
+	}
+	New(c).Register(mux.Handle)
 	r.server = httptest.NewUnstartedServer(mux)
 	r.server.EnableHTTP2 = true
 	r.server.StartTLS()
@@ -386,6 +390,21 @@ func enrollment(change func(e *computev1.EnrollMachineRequest)) *computev1.Enrol
 		Bmc: &computev1.Bmc{Driver: "ipmi", Address: "10.0.0.5", CredentialsRef: "secret://acme/bmc"}}
 	change(e)
 	return e
+}
+
+// TestEnrollTakenMAC: who has a MAC is said of the site that it is for, though the tenant
+// has a machine of that MAC elsewhere.
+func TestEnrollTakenMAC(t *testing.T) {
+	r := newRig(t)
+	r.fixture()
+	ctx := t.Context()
+	const mac = "52:54:00:00:00:01"
+	must(t, r.store.AddSite(ctx, store.Site{ID: "site_2", TenantID: "acme", Name: "shed", Created: r.now}))
+	must(t, r.store.AddPool(ctx, store.Pool{ID: "pool_2", TenantID: "acme", Name: "wood", SiteID: "site_2", Created: r.now}))
+	must(t, r.store.AddMachine(ctx, store.Machine{ID: "node_0", TenantID: "acme", Name: "elsewhere", PoolID: "pool_2", SiteID: "site_2", MACs: []string{mac}}))
+	must(t, r.store.AddMachine(ctx, store.Machine{ID: "node_1", TenantID: "acme", Name: "here", PoolID: "pool_1", SiteID: "site_1", MACs: []string{mac}}))
+	_, err := call(ctx, r.metal("admin").Enroll, enrollment(func(*computev1.EnrollMachineRequest) {}))
+	wantError(t, "a MAC that another machine has", err, connect.CodeAlreadyExists, "INVALID_INPUT: taken: MAC "+mac+" is machine here's")
 }
 
 func TestEnroll(t *testing.T) {

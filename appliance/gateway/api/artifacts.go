@@ -54,7 +54,10 @@ func (s artifactService) Import(ctx context.Context, stream *connect.ClientStrea
 	} else if err != nil {
 		return nil, err
 	}
-	artifact, err := s.Artifacts.Import(ctx, header.Name, header.Arch, header.Format, &streamReader{stream: stream})
+	artifact, err := s.Artifacts.Import(ctx, header.Name, header.Arch, header.Format, &streamReader[computev1.ImportArtifactRequest]{what: "artifact", stream: stream, data: func(m *computev1.ImportArtifactRequest) ([]byte, bool) {
+		_, ok := m.Part.(*computev1.ImportArtifactRequest_Data)
+		return m.GetData(), ok
+	}})
 	if e := (*errs.Error)(nil); errors.As(err, &e) && e.Code == errs.InvalidArgs {
 		return nil, apierr.Invalid("%s", e.Message)
 	}
@@ -65,23 +68,25 @@ func (s artifactService) Import(ctx context.Context, stream *connect.ClientStrea
 }
 
 // streamReader is the bytes of the messages after the header.
-type streamReader struct {
-	stream *connect.ClientStream[computev1.ImportArtifactRequest]
+type streamReader[M any] struct {
+	what   string
+	stream *connect.ClientStream[M]
+	data   func(*M) (data []byte, ok bool)
 	rest   []byte
 }
 
-func (r *streamReader) Read(p []byte) (int, error) {
+func (r *streamReader[M]) Read(p []byte) (int, error) {
 	for len(r.rest) == 0 {
 		if !r.stream.Receive() {
 			if err := r.stream.Err(); err != nil {
-				return 0, fmt.Errorf("receive artifact: %w", err)
+				return 0, fmt.Errorf("receive %s: %w", r.what, err)
 			}
 			return 0, io.EOF
 		}
-		if _, ok := r.stream.Msg().Part.(*computev1.ImportArtifactRequest_Data); !ok {
+		var ok bool
+		if r.rest, ok = r.data(r.stream.Msg()); !ok {
 			return 0, apierr.Invalid("only the first message may be a header")
 		}
-		r.rest = r.stream.Msg().GetData()
 	}
 	n := copy(p, r.rest)
 	r.rest = r.rest[n:]

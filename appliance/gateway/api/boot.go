@@ -35,17 +35,20 @@ type target struct {
 	drive, byHand bool
 }
 
-// target finds the machine. What its driver can do decides how it is booted; nothing
-// is refused for it.
-func (s bootService) target(ctx context.Context, tenantID, machine string) (target, error) {
+// target finds the machine. What its driver can do decides how it is booted; refused is
+// only one that can choose what it boots and not switch it on and off.
+func (s bootService) target(ctx context.Context, tenantID, machine string, verb metal.Verb) (target, error) {
 	m, err := s.Store.Machine(ctx, tenantID, machine)
 	if err != nil {
 		return target{}, err
 	}
 	t := target{Machine: m}
 	_, _, err = s.serves(ctx, m, func(kinds []string) error {
-		t.drive, t.byHand = s.Metal.HasDrive(m.BMC.Driver, kinds), s.Metal.ByHand(m.BMC.Driver, kinds)
-		return nil
+		if t.byHand = s.Metal.ByHand(m.BMC.Driver, kinds); t.byHand {
+			return nil
+		}
+		t.drive = s.Metal.HasDrive(m.BMC.Driver, kinds)
+		return s.Metal.CheckVerb(verb, m.BMC.Driver, kinds)
 	})
 	return t, err
 }
@@ -75,7 +78,7 @@ func params(firmware string, windowS, boots uint32, t target) (workflow.Params, 
 // refuses it.
 func (s bootService) BootIso(ctx context.Context, req *connect.Request[computev1.BootIsoRequest]) (*connect.Response[computev1.BootIsoResponse], error) {
 	in := req.Msg
-	t, err := s.target(ctx, in.TenantId, in.Machine)
+	t, err := s.target(ctx, in.TenantId, in.Machine, metal.VerbBootISO)
 	if err != nil {
 		return nil, err
 	}
@@ -117,9 +120,9 @@ func (s bootService) BootIso(ctx context.Context, req *connect.Request[computev1
 	tell := func(text string) { res.Limits = append(res.Limits, &computev1.BootLimit{Text: text}) }
 	switch {
 	case t.drive && in.Pxe:
-		tell("without pxe it goes into the BMC's virtual drive, where its system finds it again")
+		tell("without --pxe it goes into the BMC's virtual drive, where its system finds it again")
 	case !t.drive:
-		tell(fmt.Sprintf("driver %s has no virtual drive: it boots over the network", t.BMC.Driver))
+		tell(fmt.Sprintf("driver %s has no virtual drive that it can start from: it boots over the network", t.BMC.Driver))
 	}
 	if res.Way == overPXE && t.byHand {
 		tell(fmt.Sprintf("driver %s cannot choose what the machine boots: somebody starts it from the network while its window is open", t.BMC.Driver))
@@ -128,7 +131,7 @@ func (s bootService) BootIso(ctx context.Context, req *connect.Request[computev1
 		return connect.NewResponse(res), nil
 	}
 	if len(refusals) > 0 && !in.Anyway {
-		return nil, apierr.Cannot("iso-limits", "%s; it is booted in spite of that only where anyway is said", strings.Join(refusals, "; "))
+		return nil, apierr.Cannot("iso-limits", "%s; --anyway boots it in spite of that", strings.Join(refusals, "; "))
 	}
 	if res.Way == overDrive {
 		p.Traceparent, p.ByHand = traceparent(), false
@@ -145,7 +148,7 @@ func (s bootService) BootIso(ctx context.Context, req *connect.Request[computev1
 // BootKernel begins the boot of a kernel or a unified kernel image.
 func (s bootService) BootKernel(ctx context.Context, req *connect.Request[computev1.BootKernelRequest]) (*connect.Response[computev1.BootKernelResponse], error) {
 	in := req.Msg
-	t, err := s.target(ctx, in.TenantId, in.Machine)
+	t, err := s.target(ctx, in.TenantId, in.Machine, metal.VerbBootKernel)
 	if err != nil {
 		return nil, err
 	}
@@ -166,7 +169,7 @@ func (s bootService) BootKernel(ctx context.Context, req *connect.Request[comput
 		return nil, apierr.Invalid("a unified kernel image boots under UEFI alone")
 	}
 	if err := script.CheckCmdline(in.Cmdline); err != nil {
-		return nil, apierr.Invalid("cmdline: %v", err)
+		return nil, apierr.Invalid("cmdline: %s", strings.TrimPrefix(err.Error(), "script: "))
 	}
 	p.Boot.Kernel, p.UKI = &store.BootKernel{Cmdline: in.Cmdline}, in.Uki
 	if p.Boot.Kernel.SHA256, err = s.plain(ctx, in.Kernel); err != nil {
@@ -199,7 +202,7 @@ func (s bootService) plain(ctx context.Context, ref string) (string, error) {
 // BootDisk gives the machine back to its own disk, and starts it from there.
 func (s bootService) BootDisk(ctx context.Context, req *connect.Request[computev1.BootDiskRequest]) (*connect.Response[computev1.BootDiskResponse], error) {
 	in := req.Msg
-	t, err := s.target(ctx, in.TenantId, in.Machine)
+	t, err := s.target(ctx, in.TenantId, in.Machine, metal.VerbBootDisk)
 	if err != nil {
 		return nil, err
 	}

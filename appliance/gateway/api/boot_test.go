@@ -3,13 +3,16 @@ package api
 import (
 	"bytes"
 	"encoding/json"
+	"fmt"
 	"log/slog"
+	"math/rand"
 	"os"
 	"strings"
 	"testing"
 	"time"
 
 	"connectrpc.com/connect"
+	"golang.org/x/sys/unix"
 
 	"github.com/better-compute/site-appliance/appliance/api/computev1"
 	"github.com/better-compute/site-appliance/appliance/api/computev1/computev1connect"
@@ -120,6 +123,28 @@ func TestISOCatalog(t *testing.T) {
 	}
 	if files := r.stored(); len(files) != len(before)-2 {
 		t.Errorf("%v are stored, want the file and its chunk list gone", files)
+	}
+}
+
+// TestISODiskFull: an image that finds no room is refused with that, and nothing of it stays.
+func TestISODiskFull(t *testing.T) {
+	if os.Geteuid() != 0 {
+		t.Skip("needs root to mount a small file system")
+	}
+	r := newRig(t)
+	if err := unix.Mount("tmpfs", r.artifactDir, "tmpfs", 0, "size=256k"); err != nil {
+		t.Skipf("needs root with the right to mount: %v", err)
+	}
+	defer unix.Unmount(r.artifactDir, unix.MNT_DETACH)
+	large := isotest.Image(isotest.Options{Label: "LARGE", BIOS: true, Size: 1 << 20})
+	rand.New(rand.NewSource(1)).Read(large[64<<10:])
+	_, err := r.addISO("admin", "acme", "large", "", large)
+	wantError(t, "an image that finds no room", err, connect.CodeFailedPrecondition, "INVALID_INPUT: no-space: the gateway's disk has no room")
+	if left := r.stored(); len(left) != 0 {
+		t.Errorf("%q stay", left)
+	}
+	if _, err := r.addISO("admin", "acme", "memtest", "", memtest); err != nil {
+		t.Errorf("an image that finds room after that: %v", err)
 	}
 }
 
@@ -272,6 +297,65 @@ func TestBootISO(t *testing.T) {
 				t.Errorf("it was begun with %+v", p)
 			}
 		})
+	}
+}
+
+// TestBootsNeedTheDriver: what a machine's driver cannot do is said before anything is
+// assigned or switched; where it cannot choose what boots, people start the machine.
+func TestBootsNeedTheDriver(t *testing.T) {
+	const switches = "UNSUPPORTED: bmc-driver-unsupported: %s needs power.getPower, which driver chooses does not serve: it serves management.setBootDevice"
+	const starts = "UNSUPPORTED: bmc-driver-unsupported: wipe needs "
+	for _, tt := range []struct {
+		driver string
+		want   map[string]string // by verb, the workflow or the refusal
+	}{
+		{"ipmi", map[string]string{"boot-iso": "boot-iso", "boot-kernel": "boot-kernel", "boot-disk": "boot-disk", "wipe": "wipe"}},
+		{"unheard-of", map[string]string{"boot-iso": "boot-iso", "boot-kernel": "boot-kernel", "boot-disk": "boot-disk", "wipe": "wipe"}},
+		{"redfish", map[string]string{"boot-iso": "boot-media", "boot-kernel": "boot-kernel", "boot-disk": "boot-disk", "wipe": "wipe"}},
+		{"wol", map[string]string{"boot-iso": "boot-iso-by-hand", "boot-kernel": "boot-kernel-by-hand", "boot-disk": "boot-disk-by-hand",
+			"wipe": starts + "management.setBootDevice, which driver wol does not serve: it serves power.getPower, power.setPower"}},
+		{"chooses", map[string]string{"boot-iso": fmt.Sprintf(switches, "boot-iso"), "boot-kernel": fmt.Sprintf(switches, "boot-kernel"),
+			"boot-disk": fmt.Sprintf(switches, "boot-disk"), "wipe": fmt.Sprintf(switches, "wipe")}},
+		{"drive-only", map[string]string{"boot-iso": "boot-iso-by-hand", "boot-kernel": "boot-kernel-by-hand", "boot-disk": "boot-disk-by-hand", "wipe": starts}},
+	} {
+		for verb, want := range tt.want {
+			r := newRig(t)
+			ctx := t.Context()
+			r.enrolled(tt.driver, nil)
+			_, err := r.addISO("admin", "acme", "disc", "", memtest)
+			must(t, err)
+			must(t, r.store.PutArtifact(ctx, store.Artifact{Name: "kernel", Arch: "amd64", Format: artifacts.Plain, SHA256: strings.Repeat("c", 64), SizeBytes: 1, Imported: r.now}))
+			id, c := "", r.boots("admin")
+			switch verb {
+			case "boot-iso":
+				var res *computev1.BootIsoResponse
+				res, err = call(ctx, c.BootIso, &computev1.BootIsoRequest{TenantId: "acme", Machine: "m1", Iso: "disc"})
+				id = res.GetWorkflowId()
+			case "boot-kernel":
+				var res *computev1.BootKernelResponse
+				res, err = call(ctx, c.BootKernel, &computev1.BootKernelRequest{TenantId: "acme", Machine: "m1", Kernel: "kernel"})
+				id = res.GetWorkflowId()
+			case "boot-disk":
+				var res *computev1.BootDiskResponse
+				res, err = call(ctx, c.BootDisk, &computev1.BootDiskRequest{TenantId: "acme", Machine: "m1"})
+				id = res.GetWorkflowId()
+			case "wipe":
+				var res *computev1.WipeResponse
+				res, err = call(ctx, c.Wipe, &computev1.WipeRequest{TenantId: "acme", Machine: "m1", DiskSerials: []string{"S1"}})
+				id = res.GetWorkflowId()
+			}
+			if strings.HasPrefix(want, "UNSUPPORTED") {
+				wantError(t, tt.driver+", "+verb, err, connect.CodeFailedPrecondition, want)
+				if m := w0(t, r); len(r.started) != 0 || m.State != metal.Enrolled || m.Assignment.Action != metal.LocalDisk {
+					t.Errorf("%s, %s: a refusal began %d workflows, the machine is %s at %s", tt.driver, verb, len(r.started), m.State, m.Assignment.Action)
+				}
+				continue
+			}
+			must(t, err)
+			if w, err := r.store.Workflow(ctx, "acme", id); err != nil || w.Name != want {
+				t.Errorf("%s, %s: the workflow is %s, %v, want %s", tt.driver, verb, w.Name, err, want)
+			}
+		}
 	}
 }
 

@@ -6,12 +6,14 @@ import (
 	"fmt"
 	"slices"
 	"strconv"
+	"strings"
 
 	"connectrpc.com/connect"
 	"google.golang.org/protobuf/proto"
 
 	"github.com/better-compute/site-appliance/appliance/api/computev1"
 	"github.com/better-compute/site-appliance/appliance/base/cmdkind"
+	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/appliance/gateway/api/apierr"
 	"github.com/better-compute/site-appliance/appliance/gateway/commands"
 	"github.com/better-compute/site-appliance/appliance/gateway/discovery"
@@ -210,12 +212,12 @@ func (s metalService) ConfirmMac(ctx context.Context, req *connect.Request[compu
 		case err != nil:
 			return nil, err
 		case len(elsewhere) > 0:
-			return nil, apierr.Busy("other-site", "MAC %s was found at another site than machine %s's", mac, m.Name)
+			return nil, apierr.Busy("other-site", "MAC %s was found at %s, and machine %s is at another site", mac, strings.Join(s.siteNames(ctx, in.TenantId, elsewhere), " and "), m.Name)
 		case !in.Unseen:
-			return nil, apierr.Busy("mac-not-seen", "MAC %s was not seen by the box of machine %s's site; only one who is sure of it says so beforehand (unseen)", mac, m.Name)
+			return nil, apierr.Busy("mac-not-seen", "MAC %s was not seen by the box of machine %s's site: whoever is sure of it says --unseen", mac, m.Name)
 		}
 	}
-	err = s.Store.AddMAC(ctx, m.ID, mac, metal.MaxMACs)
+	err = s.Store.AddMAC(ctx, m.ID, mac, metal.MaxMACs, func(a store.Assignment) error { return s.mayGrow(m.Name, a) })
 	if errors.Is(err, store.ErrFull) {
 		return nil, apierr.Busy("too-many-macs", "machine %s has %d MACs, and at most %d are allowed", m.Name, len(m.MACs), metal.MaxMACs)
 	}
@@ -232,6 +234,29 @@ func (s metalService) ConfirmMac(ctx context.Context, req *connect.Request[compu
 		return nil, err
 	}
 	return connect.NewResponse(&computev1.ConfirmMacResponse{Machine: out}), nil
+}
+
+// mayGrow refuses a MAC for a machine that may boot something now, where boxes count
+// grants: for the box that is one more machine that boots it, which nobody approved.
+func (s metalService) mayGrow(machine string, a store.Assignment) error {
+	boots := metal.Netboot(a, s.Store.Now())
+	if boots == "" || s.Grants == nil || !s.Grants.InForce() {
+		return nil
+	}
+	return apierr.Busy("boot-window-open", "machine %s may boot %s, and where people approve, its box takes a MAC that comes meanwhile for a network boot that nobody approved. "+
+		"Confirm the MAC when that is over. To end it sooner: workflow cancel while its workflow runs, and after that metal boot-disk %[1]s, which switches the machine off, even one that installs now, "+
+		"and needs a grant for that where the box asks for one (grant propose --allow off --machine %[1]s). To boot it again: grant propose --allow netboot --machine %[1]s", machine, boots)
+}
+
+// siteNames are for people: an id stays where there is no name to be had.
+func (a *API) siteNames(ctx context.Context, tenantID string, ids []string) []string {
+	names := slices.Clone(ids)
+	for i, id := range ids {
+		if site, err := a.Store.Site(ctx, tenantID, id); err == nil {
+			names[i] = site.Name
+		}
+	}
+	return names
 }
 
 // saw says whether a site's box has found the MAC, or a machine with such a port.
@@ -263,9 +288,9 @@ func (s metalService) RejectMac(ctx context.Context, req *connect.Request[comput
 		case err != nil:
 			return nil, err
 		case len(sites) > 1:
-			return nil, apierr.Invalid("MAC %s was found at %d sites: name one", mac, len(sites))
+			return nil, apierr.Invalid("MAC %s was found at %s: name one (--site)", mac, strings.Join(s.siteNames(ctx, req.Msg.TenantId, sites), " and "))
 		case len(sites) == 0:
-			return nil, apierr.Missing("MAC %s: no box of this tenant has found it", mac)
+			return nil, apierr.Missing("MAC %s: no box of this tenant has found it, or it is a machine's", mac)
 		}
 		siteID = sites[0]
 	}
@@ -290,6 +315,9 @@ func (s pxeService) Explain(ctx context.Context, req *connect.Request[computev1.
 		return nil, err
 	}
 	box, err := s.box(ctx, site.ID)
+	if e := (*errs.Error)(nil); errors.As(err, &e) {
+		return nil, &errs.Error{Code: e.Code, Message: e.Message + " (site " + site.Name + ")", Retryable: e.Retryable}
+	}
 	if err != nil {
 		return nil, err
 	}
@@ -346,7 +374,7 @@ func (s pxeService) siteOf(ctx context.Context, tenantID, named, mac string) (st
 	case len(sites) == 1:
 		return sites[0], nil
 	}
-	return store.Site{}, apierr.Invalid("site is missing: MAC %s is no machine's, and was found at %d sites", mac, len(found))
+	return store.Site{}, apierr.Invalid("site is missing: MAC %s is no machine's, and was found at %d of %d sites: name the one whose box is asked (--site)", mac, len(found), len(sites))
 }
 
 func wireExplained(r *pxev1.ExplainResult) *computev1.ExplainBootResponse {

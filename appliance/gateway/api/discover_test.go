@@ -16,6 +16,7 @@ import (
 	"github.com/better-compute/site-appliance/appliance/gateway/commands"
 	"github.com/better-compute/site-appliance/appliance/gateway/metal"
 	"github.com/better-compute/site-appliance/appliance/gateway/store"
+	"github.com/better-compute/site-appliance/appliance/gateway/workflow"
 	"github.com/better-compute/site-appliance/pxe/pxev1"
 )
 
@@ -173,7 +174,7 @@ func TestFoundAndConfirmed(t *testing.T) {
 		{"another machine's MAC", func(q *computev1.ConfirmMacRequest) { q.Mac, q.Unseen = "52:54:00:00:00:01", true }, connect.CodeAlreadyExists, "INVALID_INPUT: taken: MAC 52:54:00:00:00:01 is machine m2's"},
 		{"never seen", func(q *computev1.ConfirmMacRequest) { q.Mac = "52:54:00:00:00:ee" }, connect.CodeFailedPrecondition, "INVALID_INPUT: mac-not-seen: "},
 		{"seen by another tenant's box", func(q *computev1.ConfirmMacRequest) { q.Mac = "52:54:00:00:00:0c" }, connect.CodeFailedPrecondition, "INVALID_INPUT: mac-not-seen: "},
-		{"seen at another site", func(q *computev1.ConfirmMacRequest) { q.Mac = macB }, connect.CodeFailedPrecondition, "INVALID_INPUT: other-site: "},
+		{"seen at another site", func(q *computev1.ConfirmMacRequest) { q.Mac = macB }, connect.CodeFailedPrecondition, "INVALID_INPUT: other-site: MAC " + macB + " was found at shed, and machine m1 is at another site"},
 		{"seen at another site, and sure of it", func(q *computev1.ConfirmMacRequest) { q.Mac, q.Unseen = macB, true }, connect.CodeFailedPrecondition, "INVALID_INPUT: other-site: "},
 	} {
 		q := &computev1.ConfirmMacRequest{TenantId: "acme", Machine: "m1", Mac: macA}
@@ -222,6 +223,70 @@ func TestFoundAndConfirmed(t *testing.T) {
 	wantError(t, "one MAC too many", err, connect.CodeFailedPrecondition, "INVALID_INPUT: too-many-macs: ")
 }
 
+// quorum is grants of which only one thing is asked.
+type quorum struct {
+	Grants
+	inForce bool
+}
+
+func (q quorum) InForce() bool { return q.inForce }
+
+// TestConfirmMacInAWindow: where boxes count grants, a machine that may boot something
+// grows no MAC, and nothing is changed; everywhere else it does.
+func TestConfirmMacInAWindow(t *testing.T) {
+	for _, tt := range []struct {
+		title     string
+		approvers bool
+		action    string
+		left      time.Duration // of the window
+		mac       string
+		refused   bool
+	}{
+		{"a disc image", true, metal.ISO, time.Hour, macA, true},
+		{"the ramdisk", true, metal.Ramdisk, time.Hour, macA, true},
+		{"without approvers", false, metal.ISO, time.Hour, macA, false},
+		{"a window that is over", true, metal.ISO, -time.Second, macA, false},
+		{"its disk", true, metal.LocalDisk, time.Hour, macA, false},
+		{"a MAC that it has", true, metal.ISO, time.Hour, "52:54:00:00:00:01", false},
+	} {
+		t.Run(tt.title, func(t *testing.T) {
+			r := newRig(t, func(c *Config) { c.Grants = quorum{inForce: tt.approvers} })
+			ctx := t.Context()
+			m := r.enrolled("ipmi", nil)
+			r.saw("site_1", macA, "")
+			// A step of an inspection that has assigned it.
+			id, err := r.Start(ctx, workflow.Inspect, m, workflow.Params{})
+			must(t, err)
+			must(t, r.store.Assign(ctx, m.SiteID, m.ID, store.Assignment{Action: tt.action, Purpose: "inspect", WindowID: "w", WindowUntil: r.now.Add(tt.left)}, func(store.Snapshot) (store.WorkflowStep, error) {
+				steps, err := r.store.WorkflowSteps(ctx, id)
+				return steps[1], err
+			}))
+			res, err := call(ctx, r.metal("admin").ConfirmMac, &computev1.ConfirmMacRequest{TenantId: "acme", Machine: "m1", Mac: tt.mac})
+			u, uerr := r.store.SiteUntold(ctx, "site_1")
+			must(t, uerr)
+			if !tt.refused {
+				if err != nil || !slices.Contains(res.Machine.Macs, tt.mac) {
+					t.Errorf("ConfirmMac = %v, %v, want it the machine's", res, err)
+				}
+				return
+			}
+			wantError(t, "ConfirmMac", err, connect.CodeFailedPrecondition, "INVALID_INPUT: boot-window-open: machine m1 may boot "+tt.action)
+			for _, want := range []string{tt.action + " for inspect until 2027-", "when that is over", "workflow cancel while its workflow runs", "metal boot-disk m1, which switches the machine off",
+				"grant propose --allow off --machine m1", "grant propose --allow netboot --machine m1"} {
+				if err == nil || !strings.Contains(err.Error(), want) {
+					t.Errorf("ConfirmMac = %v, want it to name %s", err, want)
+				}
+			}
+			if m := w0(t, r); slices.Contains(m.MACs, macA) || u.Changes != 0 || len(r.audited("machine.mac-confirmed")) != 0 {
+				t.Errorf("a refusal left MACs %q, %d changes", m.MACs, u.Changes)
+			}
+			if found, err := r.store.FoundAt(ctx, "site_1"); err != nil || len(found) != 1 {
+				t.Errorf("found after a refusal = %v, %v, want it found as before", found, err)
+			}
+		})
+	}
+}
+
 func TestRejectMac(t *testing.T) {
 	r := newRig(t)
 	r.fixture()
@@ -240,7 +305,7 @@ func TestRejectMac(t *testing.T) {
 		{"no MAC", &computev1.RejectMacRequest{TenantId: "acme"}, connect.CodeInvalidArgument, "INVALID_INPUT: mac"},
 		{"never found", &computev1.RejectMacRequest{TenantId: "acme", Mac: "52:54:00:00:00:ee"}, connect.CodeNotFound, "NOT_FOUND: "},
 		{"never found there", &computev1.RejectMacRequest{TenantId: "acme", Mac: macA, Site: "shed"}, connect.CodeNotFound, "NOT_FOUND: "},
-		{"found twice", &computev1.RejectMacRequest{TenantId: "acme", Mac: macB}, connect.CodeInvalidArgument, "INVALID_INPUT: MAC " + macB + " was found at 2 sites"},
+		{"found twice", &computev1.RejectMacRequest{TenantId: "acme", Mac: macB}, connect.CodeInvalidArgument, "INVALID_INPUT: MAC " + macB + " was found at lab and shed: name one (--site)"},
 		{"another tenant", &computev1.RejectMacRequest{TenantId: "other", Mac: macA}, connect.CodeNotFound, "NOT_FOUND: "},
 	} {
 		_, err := call(ctx, c.RejectMac, bad.q)
@@ -320,7 +385,7 @@ func TestExplainBoot(t *testing.T) {
 		return call(ctx, c.Explain, &computev1.ExplainBootRequest{TenantId: "acme", Mac: mac, Site: site})
 	}
 	_, err = explain(macA, "")
-	wantError(t, "while the box is offline", err, connect.CodeUnavailable, "DRIVER_ERROR: unavailable: the site's box is offline")
+	wantError(t, "while the box is offline", err, connect.CodeUnavailable, "DRIVER_ERROR: unavailable: the site's box is offline (site lab)")
 	r.online["ag_box"] = true
 	r.outcome.Result, err = proto.Marshal(&pxev1.ExplainResult{Mac: macA, MachineId: m.Machine.Id, WaitsFor: "nothing", Syslog: []string{"a line"},
 		Answers:  []*pxev1.Answer{{Protocol: "tftp", Client: "pxe uefi-x64", Action: "agent", File: "snponly.efi", Reason: "because"}},
@@ -348,8 +413,8 @@ func TestExplainBoot(t *testing.T) {
 		{"the machine's", macA, "", 0, ""},
 		{"that of who has found it", macB, "", 0, ""},
 		{"named", "52:54:00:00:00:ee", "lab", 0, ""},
-		{"nobody's", "52:54:00:00:00:ee", "", connect.CodeInvalidArgument, "INVALID_INPUT: site is missing"},
-		{"one without a box", macA, "shed", connect.CodeUnavailable, "DRIVER_ERROR: unavailable: the site's box has not enrolled yet"},
+		{"nobody's", "52:54:00:00:00:ee", "", connect.CodeInvalidArgument, "INVALID_INPUT: site is missing: MAC 52:54:00:00:00:ee is no machine's, and was found at 0 of 2 sites: name the one whose box is asked (--site)"},
+		{"one without a box", macA, "shed", connect.CodeUnavailable, "DRIVER_ERROR: unavailable: the site's box has not enrolled yet (site shed)"},
 		{"no site", macA, "nowhere", connect.CodeNotFound, "NOT_FOUND: "},
 		{"no MAC", "x", "", connect.CodeInvalidArgument, "INVALID_INPUT: mac"},
 	} {

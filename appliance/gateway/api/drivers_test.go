@@ -36,7 +36,10 @@ var hardwareOptions = metal.Options{
 			"deploy": {Driver: "image-stream", Config: json.RawMessage(`{"window":"1h"}`)}}},
 		"plain": {Drivers: map[string]binding.Binding{"boot": {Driver: "ipxe"}}},
 	},
-	BMCDrivers: map[string][]string{"conf-bmc": {"power.getPower", "power.setPower"}},
+	BMCDrivers: map[string][]string{
+		"conf-bmc": {"power.getPower", "power.setPower"}, "chooses": {"management.setBootDevice"},
+		"drive-only": {"power.getPower", "power.setPower", "virtual-media.insert"},
+	},
 }
 
 // nowhere is a driver of a process that a test does not have.

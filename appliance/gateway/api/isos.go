@@ -5,7 +5,6 @@ import (
 	"encoding/json"
 	"errors"
 	"fmt"
-	"io"
 	"regexp"
 	"strings"
 
@@ -78,9 +77,12 @@ func (s isoService) Add(ctx context.Context, stream *connect.ClientStream[comput
 		return nil, err
 	}
 	facts.Artifact = isoPrefix + s.Store.NewID("iso")
-	artifact, err := s.Artifacts.Import(ctx, facts.Artifact, isoArch, artifacts.Plain, &isoReader{stream: stream})
+	artifact, err := s.Artifacts.Import(ctx, facts.Artifact, isoArch, artifacts.Plain, &streamReader[computev1.AddIsoRequest]{what: "disc image", stream: stream, data: func(m *computev1.AddIsoRequest) ([]byte, bool) {
+		_, ok := m.Part.(*computev1.AddIsoRequest_Data)
+		return m.GetData(), ok
+	}})
 	if e := (*errs.Error)(nil); errors.As(err, &e) && e.Code == errs.InvalidArgs {
-		return nil, apierr.Invalid("%s", e.Message)
+		return nil, apierr.Invalid("%s: %s", header.Name, e.Message)
 	}
 	if err != nil {
 		return nil, err
@@ -123,30 +125,6 @@ func (s isoService) catalogue(ctx context.Context, header *computev1.AddIsoHeade
 	}
 	iso := store.ISO{TenantID: header.TenantId, Name: header.Name, SHA256: a.SHA256, SizeBytes: a.SizeBytes, FactsJSON: string(data), Added: s.Store.Now()}
 	return iso, s.Store.AddISO(ctx, iso)
-}
-
-// isoReader is the bytes of the messages after the header.
-type isoReader struct {
-	stream *connect.ClientStream[computev1.AddIsoRequest]
-	rest   []byte
-}
-
-func (r *isoReader) Read(p []byte) (int, error) {
-	for len(r.rest) == 0 {
-		if !r.stream.Receive() {
-			if err := r.stream.Err(); err != nil {
-				return 0, fmt.Errorf("receive disc image: %w", err)
-			}
-			return 0, io.EOF
-		}
-		if _, ok := r.stream.Msg().Part.(*computev1.AddIsoRequest_Data); !ok {
-			return 0, apierr.Invalid("only the first message may be a header")
-		}
-		r.rest = r.stream.Msg().GetData()
-	}
-	n := copy(p, r.rest)
-	r.rest = r.rest[n:]
-	return n, nil
 }
 
 func wireISO(i store.ISO) (*computev1.Iso, error) {

@@ -3,6 +3,7 @@ package api
 import (
 	"context"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"maps"
 	"slices"
@@ -43,7 +44,7 @@ func (s metalService) Enroll(ctx context.Context, req *connect.Request[computev1
 	}
 	uuid, ok := productuuid.Parse(in.ProductUuid)
 	if uuid != "" && !ok {
-		return nil, apierr.Invalid("product_uuid %q is no UUID", in.ProductUuid)
+		return nil, apierr.Invalid("product_uuid %.80q: want 32 hex digits such as 4c4c4544-0042-3010-8056-b4c04f303232", in.ProductUuid)
 	}
 	if err := metal.CheckLoader(in.Loader); err != nil {
 		return nil, err
@@ -72,7 +73,7 @@ func (s metalService) Enroll(ctx context.Context, req *connect.Request[computev1
 	m := store.Machine{ID: s.Store.NewID("node"), TenantID: in.TenantId, Name: in.Name, PoolID: pool.ID, SiteID: pool.SiteID, BMC: bmc, MACs: macs,
 		ProductUUID: uuid, State: metal.Enrolled, Created: s.Store.Now(), Drivers: drivers, HardwareProfile: profile, Loader: in.Loader}
 	if err := s.Store.AddMachine(ctx, m); err != nil {
-		return nil, err
+		return nil, s.whoseIt(ctx, m, err)
 	}
 	s.changed() // a site that inspects unknown machines is to know this one
 	s.audit(ctx, m.SiteID, m.ID, "machine.enrolled", map[string]string{"name": m.Name, "driver": bmc.Driver, "address": bmc.Address, "credentials": bmc.CredentialsRef})
@@ -81,6 +82,28 @@ func (s metalService) Enroll(ctx context.Context, req *connect.Request[computev1
 		return nil, err
 	}
 	return connect.NewResponse(&computev1.EnrollMachineResponse{Machine: out}), nil
+}
+
+// whoseIt names what keeps a machine from being added, where the tenant may know it.
+func (s metalService) whoseIt(ctx context.Context, m store.Machine, err error) error {
+	if !errors.Is(err, store.ErrConflict) {
+		return err
+	}
+	if other, ferr := s.Store.Machine(ctx, m.TenantID, m.Name); ferr == nil && other.Name == m.Name {
+		return apierr.Taken("there is a machine %s", m.Name)
+	}
+	machines, ferr := s.Store.Machines(ctx, m.TenantID)
+	if ferr != nil {
+		return err
+	}
+	for _, other := range machines {
+		for _, mac := range m.MACs {
+			if other.SiteID == m.SiteID && slices.Contains(other.MACs, mac) {
+				return apierr.Taken("MAC %s is machine %s's", mac, other.Name)
+			}
+		}
+	}
+	return err
 }
 
 // SetLoader changes the boot program that a machine's UEFI firmware gets. The box hears

@@ -16,6 +16,7 @@ import (
 	"path/filepath"
 	"strings"
 	"sync"
+	"syscall"
 	"time"
 
 	"connectrpc.com/connect"
@@ -25,6 +26,7 @@ import (
 	"github.com/better-compute/site-appliance/appliance/api/agentv1/agentv1connect"
 	"github.com/better-compute/site-appliance/appliance/base/atomicfile"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
+	"github.com/better-compute/site-appliance/appliance/gateway/api/apierr"
 	"github.com/better-compute/site-appliance/appliance/gateway/caller"
 	"github.com/better-compute/site-appliance/appliance/gateway/store"
 )
@@ -89,7 +91,11 @@ func (s *Service) Import(ctx context.Context, name, arch, format string, r io.Re
 		return store.Artifact{}, err
 	}
 	a := store.Artifact{Name: name, Arch: arch, Format: format, ChunkSizeBytes: ChunkBytes}
-	if err := s.receive(ctx, &a, r); err != nil {
+	err := s.receive(ctx, &a, r)
+	if errors.Is(err, syscall.ENOSPC) {
+		return store.Artifact{}, apierr.Busy("no-space", "the gateway's disk has no room for all of it; nothing of it is kept")
+	}
+	if err != nil {
 		return store.Artifact{}, fmt.Errorf("import %s: %w", name, err)
 	}
 	s.log.Info("artifact imported", "name", name, "arch", arch, "sha256", a.SHA256, "bytes", a.SizeBytes, "unpacked_bytes", a.UnpackedSizeBytes)

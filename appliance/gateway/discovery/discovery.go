@@ -7,6 +7,7 @@ import (
 	"context"
 	"encoding/json"
 	"errors"
+	"fmt"
 	"log/slog"
 	"net"
 	"strings"
@@ -50,6 +51,9 @@ const (
 	sendAtOnce = 16
 	// tellWithin bounds one telling, the grace for its result included.
 	tellWithin = 4 * time.Minute
+	// retellEvery is how often a box is told anew because it says that it lost what it
+	// was told: one that says so without end is no pacemaker.
+	retellEvery = 10 * time.Minute
 	// foundLife is how long what was not seen again is remembered.
 	foundLife = 30 * 24 * time.Hour
 	// oldWindow is how long a window that ended is known by its name.
@@ -69,6 +73,17 @@ type Service struct {
 
 	mu     sync.Mutex
 	flying map[string]bool // sites that are tended; true: something happened meanwhile
+	losses map[string]loss // of sites whose boxes lost what they were told
+}
+
+// loss is whether a box lost what it was told since it was told anew, and when that was.
+type loss struct {
+	again bool
+	told  time.Time
+}
+
+func (l loss) waits(now time.Time) bool {
+	return l.again && now.Sub(l.told) < retellEvery && !now.Before(l.told)
 }
 
 // New makes the service.
@@ -79,7 +94,7 @@ func New(c Config) *Service {
 	if c.Every == 0 {
 		c.Every = every
 	}
-	return &Service{c: c, kick: make(chan struct{}, 1), room: make(chan struct{}, sendAtOnce), flying: map[string]bool{}}
+	return &Service{c: c, kick: make(chan struct{}, 1), room: make(chan struct{}, sendAtOnce), flying: map[string]bool{}, losses: map[string]loss{}}
 }
 
 // Changed has it look now.
@@ -88,6 +103,32 @@ func (s *Service) Changed() {
 	case s.kick <- struct{}{}:
 	default:
 	}
+}
+
+// Lost hears of a site whose box lacks what it was told: it is told anew, and not all the time.
+func (s *Service) Lost(siteID string) {
+	s.mu.Lock()
+	l := s.losses[siteID]
+	l.again = true
+	s.losses[siteID] = l
+	s.mu.Unlock()
+	if !l.waits(s.c.Store.Now()) {
+		s.Changed()
+	}
+}
+
+// mayTell says whether a site's box may be told now, and counts on it.
+func (s *Service) mayTell(siteID string, now time.Time) bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	l := s.losses[siteID]
+	if l.waits(now) {
+		return false
+	}
+	if l.again {
+		s.losses[siteID] = loss{told: now}
+	}
+	return true
 }
 
 // Came hears of agents that come and go: a box may be one that lacks something.
@@ -173,22 +214,17 @@ func (s *Service) Run(ctx context.Context) {
 
 func (s *Service) look(ctx context.Context) error {
 	now := s.c.Store.Now()
+	// What fails for one holds up nobody else.
 	ended, err := s.c.Store.EndStrangers(ctx, now.Add(-oldWindow))
-	if err != nil {
-		return err
-	}
+	failed := []error{err}
 	for _, id := range ended {
 		if err := s.c.Expel(ctx, id, errs.New(errs.Expired, "the boot window for unknown machines is over")); err != nil {
-			return err
+			failed = append(failed, fmt.Errorf("end the session of %s: %w", id, err))
 		}
 	}
-	if err := s.c.Store.PruneFound(ctx, now.Add(-foundLife)); err != nil {
-		return err
-	}
+	failed = append(failed, s.c.Store.PruneFound(ctx, now.Add(-foundLife)))
 	sites, err := s.c.Store.Untold(ctx)
-	if err != nil {
-		return err
-	}
+	failed = append(failed, err)
 	for _, site := range sites {
 		if !s.begin(site.SiteID) {
 			continue
@@ -206,7 +242,7 @@ func (s *Service) look(ctx context.Context) error {
 			}
 		})
 	}
-	return nil
+	return errors.Join(failed...)
 }
 
 // begin is false for a site that is tended already: one slow box holds up no other.
@@ -250,7 +286,7 @@ func (s *Service) tend(ctx context.Context, site store.Untold, now time.Time) er
 		return err
 	}
 	box := boxes[len(boxes)-1]
-	if !s.c.Online(box.ID) || !site.Behind(Life(box)) {
+	if !s.c.Online(box.ID) || !site.Behind(Life(box)) || !s.mayTell(site.SiteID, now) {
 		return nil
 	}
 	return s.tell(ctx, site.SiteID, box)
@@ -271,22 +307,38 @@ func (s *Service) tell(ctx context.Context, siteID string, box store.Agent) erro
 		}
 		defer over()
 	}
-	next, err := s.c.Store.NextSnapshot(ctx, siteID)
+	change, err := s.send(ctx, siteID, box)
+	if errs.CodeOf(err) == errs.QuorumRequired {
+		// The box would open windows anew that it knows nothing of. Nobody is asked to
+		// approve that, and while they are open nothing else would be taken either.
+		ended, eerr := s.c.Store.EndBoots(ctx, siteID, "the site's box knows this boot window no more, and opens it anew only with people's approval: begin again what booted by it, with a grant")
+		if eerr != nil || ended == 0 {
+			return errors.Join(err, eerr)
+		}
+		s.c.Log.Warn("boot windows are ended: the box does not open them anew without approvals", "site", siteID, "machines", ended)
+		change, err = s.send(ctx, siteID, box)
+	}
 	if err != nil {
 		return err
+	}
+	return s.c.Store.Told(ctx, siteID, change, Life(box))
+}
+
+// send sends the next snapshot, and answers how many changes the box has with it.
+func (s *Service) send(ctx context.Context, siteID string, box store.Agent) (change int64, err error) {
+	next, err := s.c.Store.NextSnapshot(ctx, siteID)
+	if err != nil {
+		return 0, err
 	}
 	c := metal.AssignCommand(next, s.c.Store.Now())
 	// Sent for no machine's sake: it spends nothing of what people granted for one.
 	id, err := s.c.Commands.Submit(ctx, commands.Spec{AgentID: box.ID, TargetNodeID: store.Strangers, Kind: c.Kind, Lane: c.Lane, Args: c.Args, Timeout: c.Timeout})
 	if err != nil {
-		return err
+		return 0, err
 	}
 	outcome, err := s.c.Commands.Wait(ctx, id)
-	if err != nil {
-		return err
+	if err == nil && outcome.Err != nil {
+		err = outcome.Err
 	}
-	if outcome.Err != nil {
-		return outcome.Err
-	}
-	return s.c.Store.Told(ctx, siteID, next.Change, Life(box))
+	return next.Change, err
 }

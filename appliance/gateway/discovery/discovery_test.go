@@ -3,8 +3,11 @@ package discovery
 import (
 	"context"
 	"crypto/sha256"
+	"errors"
+	"fmt"
 	"log/slog"
 	"path/filepath"
+	"slices"
 	"strings"
 	"testing"
 	"time"
@@ -150,4 +153,59 @@ func TestTurn(t *testing.T) {
 	}
 	cancel()
 	<-ended
+}
+
+// TestOneFailsAlone: a stranger whose session cannot be ended keeps neither the others'
+// from their ends nor boxes from what they are to hear.
+func TestOneFailsAlone(t *testing.T) {
+	ctx := t.Context()
+	now := time.UnixMilli(1_800_000_000_000)
+	st, err := store.Open(filepath.Join(t.TempDir(), "gateway.db"), func() time.Time { return now })
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer st.Close()
+	must := func(err error) {
+		t.Helper()
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	must(st.AddSite(ctx, store.Site{ID: "site_1", TenantID: "acme", Name: "lab"}))
+	must(st.SetUnknown(ctx, "site_1", true, nil))
+	must(st.RollUnknown(ctx, "site_1", "win_1", now.Add(time.Minute)))
+	enrol := func(a store.Agent) {
+		t.Helper()
+		a.SiteID = "site_1"
+		token := store.Token{Hash: sha256.Sum256([]byte(a.ID)), Role: a.Role, SiteID: a.SiteID, MachineID: a.MachineID, Expires: now.Add(time.Hour)}
+		must(st.AddToken(ctx, token))
+		e := store.Enrolment{Token: &token, Agent: a, Certificate: store.Certificate{AgentID: a.ID, Fingerprint: token.Hash, DER: []byte{1}}}
+		if a.WindowID != "" {
+			e.Token, e.WindowID, e.BootNonce = nil, a.WindowID, []byte(a.ID)
+		}
+		_, err := st.Enrol(ctx, e)
+		must(err)
+	}
+	enrol(store.Agent{ID: "box", Role: agentv1.Role_ROLE_SITE})
+	strangers := []string{"ag_1", "ag_2", "ag_3"}
+	for i, id := range strangers {
+		enrol(store.Agent{ID: id, Role: agentv1.Role_ROLE_RAMDISK, MachineID: fmt.Sprintf("mac-52540000000%d", i), WindowID: "win_1"})
+	}
+	now = now.Add(time.Hour)
+	var expelled []string
+	l := line{make(chan commands.Spec, 10)}
+	s := New(Config{Store: st, Commands: l, Online: func(string) bool { return true }, Log: slog.New(slog.DiscardHandler), Expel: func(_ context.Context, id string, _ *errs.Error) error {
+		if expelled = append(expelled, id); id == "ag_1" {
+			return errors.New("the disk is full")
+		}
+		return nil
+	}})
+	err = s.look(ctx)
+	s.wg.Wait()
+	if err == nil || !strings.Contains(err.Error(), "ag_1: the disk is full") {
+		t.Errorf("look = %v, want what failed", err)
+	}
+	if slices.Sort(expelled); !slices.Equal(expelled, strangers) || len(l.sent) != 1 {
+		t.Errorf("sessions of %q were ended and %d snapshots sent, want those of %q, and one", expelled, len(l.sent), strangers)
+	}
 }

@@ -199,17 +199,28 @@ const (
 	VerbDeploy   Verb = "deploy"
 	VerbRotate   Verb = "rotate"
 	VerbWipe     Verb = "wipe"
+	// The boots of what is not the ramdisk; a machine that people switch needs none of these.
+	VerbBootISO    Verb = "boot-iso"
+	VerbBootKernel Verb = "boot-kernel"
+	VerbBootDisk   Verb = "boot-disk"
 )
 
 var needs = map[Verb][]string{
 	VerbGetPower: {GetPower},
 	VerbSetPower: {SetPower},
 	VerbBoot:     {SetBootDevice},
-	VerbInspect:  {GetPower, SetPower, SetBootDevice},
-	VerbDeploy:   {GetPower, SetPower, SetBootDevice},
+	VerbInspect:  switching,
+	VerbDeploy:   switching,
 	VerbRotate:   {Rotation},
-	VerbWipe:     {GetPower, SetPower, SetBootDevice},
+	VerbWipe:     switching,
+
+	VerbBootISO:    switching,
+	VerbBootKernel: switching,
+	VerbBootDisk:   switching,
 }
+
+// switching is what a workflow needs that starts a machine from a device.
+var switching = []string{GetPower, SetPower, SetBootDevice}
 
 // serves are the operations of the drivers that metal knows.
 var serves = map[string][]string{

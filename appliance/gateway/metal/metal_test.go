@@ -131,6 +131,11 @@ func TestCheckVerb(t *testing.T) {
 		{VerbDeploy, "redfish", nil, true},
 		{VerbDeploy, "redfish", []string{"power"}, true}, // what an agent says of it does not count
 		{VerbGetPower, "ipmi", []string{"power"}, true},
+		{VerbBootISO, "ipmi", nil, true},
+		{VerbRotate, "ipmi", nil, false},
+		{VerbRotate, "ipmi", []string{"credentials"}, false},
+		{VerbRotate, "redfish", nil, true},
+		{VerbBootISO, "wol", nil, false},
 		{VerbGetPower, "conf-bmc", nil, true},
 		{VerbSetPower, "conf-bmc", []string{"management"}, true},
 		{VerbBoot, "conf-bmc", nil, false},

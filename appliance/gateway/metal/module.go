@@ -134,9 +134,9 @@ func (m *Metal) check(what string, needs []string, driver string, kinds []string
 		concern, _, _ := strings.Cut(need, ".")
 		switch {
 		case known && !slices.Contains(operations, need):
-			return apierr.Cannot(unsupported, "%s needs %s, which driver %s does not serve", what, need, driver)
+			return apierr.Cannot(unsupported, "%s needs %s, which driver %s does not serve: it serves %s", what, need, driver, strings.Join(operations, ", "))
 		case !known && kinds != nil && !slices.Contains(kinds, concern):
-			return apierr.Cannot(unsupported, "%s needs %s, and the site's driver %s does not serve %s", what, need, driver, concern)
+			return apierr.Cannot(unsupported, "%s needs %s, and the site's driver %s does not serve %s: it serves %s", what, need, driver, concern, strings.Join(kinds, ", "))
 		}
 	}
 	return nil

@@ -24,8 +24,11 @@ const (
 	maxEventBody  = 256 << 10
 	maxMessage    = 4 << 10
 	maxResult     = 4 << 20
-	// maxReports bounds the events in one session of a machine that nobody enrolled.
-	maxReports = 256
+	// maxReports bounds the events of a machine that nobody enrolled, in reportsEvery,
+	// and maxHardware the reports of hardware beside them that are of one identity.
+	maxReports   = 256
+	maxHardware  = 8
+	reportsEvery = time.Hour
 	// seenEvery is how often a heartbeat alone moves the time last seen.
 	seenEvery = time.Minute
 )
@@ -291,10 +294,8 @@ func (x *session) events(ctx context.Context, first *agentv1.Event, frames <-cha
 			after = &received{}
 		}
 	}
-	if x.agent.IsStranger() {
-		if x.reports += len(batch); x.reports > maxReports {
-			return closing(errs.RateLimited, time.Hour, "more than %d events of a machine that nobody enrolled", maxReports), nil
-		}
+	if x.agent.IsStranger() && !x.service.mayReport(x.agent, batch) {
+		return closing(errs.RateLimited, reportsEvery, "more than %d events in %s of a machine that nobody enrolled", maxReports, reportsEvery), nil
 	}
 	for i, e := range batch {
 		if e.Seq == 0 {

@@ -8,6 +8,7 @@ import (
 	"fmt"
 	"io"
 	"log/slog"
+	"maps"
 	"net/http"
 	"strconv"
 	"sync"
@@ -59,15 +60,22 @@ type Service struct {
 
 	mu       sync.Mutex
 	sessions map[string]*session
+	reports  map[string]tally // by site and machine, and by identity
 	draining bool
 	wg       sync.WaitGroup
+}
+
+// tally is the events of a machine that nobody enrolled, in the hour since then.
+type tally struct {
+	since time.Time
+	n     int
 }
 
 var _ agentv1connect.SessionServiceHandler = (*Service)(nil)
 
 // New makes the service; version is the newest trust bundle's.
 func New(st *store.Store, cs *commands.Service, bundles Bundles, version uint64, timing Timing, log *slog.Logger) *Service {
-	return &Service{store: st, commands: cs, bundles: bundles, version: version, timing: timing, log: log, sessions: map[string]*session{}}
+	return &Service{store: st, commands: cs, bundles: bundles, version: version, timing: timing, log: log, sessions: map[string]*session{}, reports: map[string]tally{}}
 }
 
 // OnEvent adds a hook that hears each new event after it is stored, in the
@@ -85,6 +93,39 @@ func (s *Service) Online(agentID string) bool {
 	s.mu.Lock()
 	defer s.mu.Unlock()
 	return s.sessions[agentID] != nil
+}
+
+// mayReport counts more events of a machine that nobody enrolled: neither another session
+// nor another identity brings it more of them. What each identity says of its hardware
+// counts apart, for whoever boots in that machine's name is not to silence it.
+func (s *Service) mayReport(a store.Agent, batch []*agentv1.Event) bool {
+	hardware := 0
+	for _, e := range batch {
+		if e.GetName() == store.HardwareEvent {
+			hardware++
+		}
+	}
+	if hardware > 0 && s.tally("identity "+a.ID, hardware) <= maxHardware {
+		return true
+	}
+	return s.tally(a.SiteID+" "+a.MachineID, len(batch)) <= maxReports
+}
+
+// tally adds n, and answers how many there were since its hour began.
+func (s *Service) tally(key string, n int) int {
+	now := s.store.Now()
+	over := func(t tally) bool { return now.Sub(t.since) >= reportsEvery || now.Before(t.since) }
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	t, known := s.reports[key]
+	if !known || over(t) {
+		// Those that are left are of as many identities as may enrol in that time.
+		maps.DeleteFunc(s.reports, func(_ string, t tally) bool { return over(t) })
+		t = tally{since: now}
+	}
+	t.n += n
+	s.reports[key] = t
+	return t.n
 }
 
 // Expel ends the agent's session with a code, and its open commands: it will
@@ -150,7 +191,6 @@ type session struct {
 	echo     uint64
 	seq      uint64
 	lastSeen time.Time
-	reports  int // events of a stranger
 }
 
 // close asks the session's owner to end it.

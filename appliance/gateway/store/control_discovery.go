@@ -271,8 +271,9 @@ func (s *Store) MachineOfMAC(ctx context.Context, tenantID, mac string) (Machine
 
 // AddMAC gives a machine one more MAC to boot by, ends what was found of it, and
 // has the site's box hear of it. ErrConflict where another machine of the site
-// has the MAC; ErrFull where the machine has most already.
-func (s *Store) AddMAC(ctx context.Context, machineID, mac string, most int) error {
+// has the MAC; ErrFull where the machine has most already; may's error where the
+// machine's assignment as it is then forbids it (nil: none does).
+func (s *Store) AddMAC(ctx context.Context, machineID, mac string, most int, may func(Assignment) error) error {
 	err := s.write(ctx, func(tx *sql.Tx) error {
 		var siteID string
 		var has, others int
@@ -285,6 +286,15 @@ func (s *Store) AddMAC(ctx context.Context, machineID, mac string, most int) err
 			return resolve(ctx, tx, siteID, mac)
 		case others >= most:
 			return ErrFull
+		}
+		if may != nil {
+			m, err := scanMachine(tx.QueryRowContext(ctx, machineSelect+`WHERE id = ?`, machineID))
+			if err == nil {
+				err = may(m.Assignment)
+			}
+			if err != nil {
+				return err
+			}
 		}
 		if _, err := tx.ExecContext(ctx, `INSERT INTO machine_macs (site_id, mac, machine_id) VALUES (?, ?, ?)`, siteID, mac, machineID); err != nil {
 			return taken(err)

@@ -4,6 +4,7 @@ import (
 	"context"
 	"database/sql"
 	"encoding/json"
+	"errors"
 	"fmt"
 	"time"
 
@@ -251,14 +252,52 @@ func (s *Store) NextSnapshot(ctx context.Context, siteID string) (Snapshot, erro
 const maxHeard = 1 << 31
 
 // HeardAssignVersion raises the version of the site's snapshot to what its box has
-// in force: a gateway that was restored is behind. Other agents are not believed.
-func (s *Store) HeardAssignVersion(ctx context.Context, agentID string, version uint64) error {
-	return s.write(ctx, func(tx *sql.Tx) error {
-		_, err := tx.ExecContext(ctx, `UPDATE sites SET assign_version = MAX(assign_version, ?1)
-			WHERE id = (SELECT site_id FROM agents WHERE id = ?2 AND role = ?3)`,
-			int64(min(version, maxHeard)), agentID, int32(agentv1.Role_ROLE_SITE))
+// in force: a gateway that was restored is behind. Where the box is behind, since it lost
+// its own, it is to hear of it anew, and its site is named. Other agents are not believed.
+func (s *Store) HeardAssignVersion(ctx context.Context, agentID string, version uint64) (behind string, err error) {
+	err = s.write(ctx, func(tx *sql.Tx) error {
+		var siteID string
+		var ahead bool
+		err := tx.QueryRowContext(ctx, `UPDATE sites SET assign_version = MAX(assign_version, ?1), assign_change = assign_change + (assign_version > ?1)
+			WHERE id = (SELECT site_id FROM agents WHERE id = ?2 AND role = ?3) RETURNING id, assign_version > ?1`,
+			int64(min(version, maxHeard)), agentID, int32(agentv1.Role_ROLE_SITE)).Scan(&siteID, &ahead)
+		if errors.Is(err, sql.ErrNoRows) {
+			return nil
+		}
+		if ahead {
+			behind = siteID
+		}
 		return err
 	})
+	return behind, err
+}
+
+// EndBoots gives all machines of a site back to their own disks in its next snapshot, and
+// answers how many might have booted something else. Of each of those there is an event.
+func (s *Store) EndBoots(ctx context.Context, siteID, why string) (ended int, err error) {
+	err = s.write(ctx, func(tx *sql.Tx) error {
+		machines, err := list(ctx, tx, scanMachine, machineSelect+`WHERE site_id = ? AND window_until_ms > ? ORDER BY id`, siteID, s.nowMs())
+		if err != nil {
+			return err
+		}
+		for _, m := range machines {
+			body, err := json.Marshal(map[string]string{"machine": m.Name, "window": m.Assignment.WindowID, "message": why})
+			if err != nil {
+				return err
+			}
+			if err := s.addEvent(ctx, tx, Event{SiteID: siteID, MachineID: m.ID, Name: "machine.window-ended", Class: "audit", Key: m.ID, BodyJSON: string(body)}); err != nil {
+				return err
+			}
+		}
+		ended = len(machines)
+		_, err = tx.ExecContext(ctx, `UPDATE machines SET action = 'local-disk', purpose = '', window_id = '', window_until_ms = 0,
+			artifacts = '[]', boot = '' WHERE site_id = ? AND window_until_ms > 0`, siteID)
+		return err
+	})
+	if err != nil {
+		return 0, fmt.Errorf("end the boots of %s: %w", siteID, err)
+	}
+	return ended, nil
 }
 
 // AssignVersion is the version of a site's latest snapshot; 0 before the first.

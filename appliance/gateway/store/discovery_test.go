@@ -116,7 +116,7 @@ func TestFound(t *testing.T) {
 		t.Errorf("Saw at no site = %v, want ErrNotFound", err)
 	}
 
-	must(s.AddMAC(ctx, "node_1", foundMAC, 16))
+	must(s.AddMAC(ctx, "node_1", foundMAC, 16, nil))
 	if found, err := s.FoundAt(ctx, "site_1"); err != nil || len(found) != 0 {
 		t.Errorf("FoundAt after the MAC was confirmed = %+v, %v", found, err)
 	}
@@ -164,7 +164,7 @@ func TestFound(t *testing.T) {
 		"one too many":      {"node_1", "52:54:00:00:00:bb", len(m.MACs), ErrFull},
 		"again":             {"node_1", foundMAC, len(m.MACs), nil},
 	} {
-		if err := s.AddMAC(ctx, tt.machine, tt.mac, tt.most); !errors.Is(err, tt.want) {
+		if err := s.AddMAC(ctx, tt.machine, tt.mac, tt.most, nil); !errors.Is(err, tt.want) {
 			t.Errorf("AddMAC %s = %v, want %v", name, err, tt.want)
 		}
 	}

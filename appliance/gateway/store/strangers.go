@@ -10,20 +10,19 @@ import (
 	"time"
 
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
+	"github.com/better-compute/site-appliance/pxe/mandate"
 )
 
 // Strangers stands in a boot window for every machine that nobody enrolled.
-const Strangers = "mac-*"
+const Strangers = mandate.StrangerPrefix + "*"
 
 // StrangersPurpose is all that such a machine boots for.
 const StrangersPurpose = "inspect"
 
-const strangerPrefix = "mac-"
-
 // StrangerMAC is the MAC by which the machine of this id booted; ok is false for
 // every id that is not exactly that of a stranger. No enrolled machine has such an id.
 func StrangerMAC(machineID string) (mac string, ok bool) {
-	digits, found := strings.CutPrefix(machineID, strangerPrefix)
+	digits, found := strings.CutPrefix(machineID, mandate.StrangerPrefix)
 	raw, err := hex.DecodeString(digits)
 	if !found || err != nil || len(raw) != 6 || digits != strings.ToLower(digits) || raw[0]&1 != 0 || string(raw) == "\x00\x00\x00\x00\x00\x00" {
 		return "", false

@@ -172,15 +172,22 @@ func TestAheadBox(t *testing.T) {
 	w := newWorld(t)
 	w.assigned = &pxev1.AssignRequest{Version: 90}
 	refused := 0
+	heard := func(agent string, version uint64, behind string) {
+		t.Helper()
+		if site, err := w.store.HeardAssignVersion(t.Context(), agent, version); site != behind || err != nil {
+			t.Errorf("HeardAssignVersion(%s, %d) = %q, %v, want %q behind", agent, version, site, err, behind)
+		}
+	}
 	w.fail = func(spec commands.Spec, nth int) *errs.Error {
 		if spec.Kind == "pxe.assign" && nth == 3 {
 			refused = nth - 1
-			must(t, w.store.HeardAssignVersion(t.Context(), "ag_box", 90))
+			heard("ag_box", 90, "")
 		}
 		return nil
 	}
 	w.enrol(store.Agent{ID: "ag_ram", Role: agentv1.Role_ROLE_RAMDISK, SiteID: "site_1", MachineID: w.m.ID, WindowID: "win_old"})
-	must(t, w.store.HeardAssignVersion(t.Context(), "ag_ram", 90))
+	heard("ag_ram", 90, "")
+	heard("ag_ram", 0, "")
 	if v, err := w.store.AssignVersion(t.Context(), "site_1"); v != 0 || err != nil {
 		t.Errorf("a machine raised the version to %d, %v", v, err)
 	}
@@ -193,8 +200,9 @@ func TestAheadBox(t *testing.T) {
 	}
 	before, err := w.store.AssignVersion(t.Context(), "site_1")
 	must(t, err)
-	must(t, w.store.HeardAssignVersion(t.Context(), w.box, 7))
-	must(t, w.store.HeardAssignVersion(t.Context(), w.box, 1<<64-1))
+	heard(w.box, 7, "site_1")
+	heard(w.box, 1<<64-1, "")
+	heard(w.box, 1<<31, "")
 	if v, err := w.store.AssignVersion(t.Context(), "site_1"); v != 1<<31 || before >= v || err != nil {
 		t.Errorf("a box that lies raised the version from %d to %d, %v; want no more than 2^31", before, v, err)
 	}

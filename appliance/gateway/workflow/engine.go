@@ -69,6 +69,7 @@ type Engine struct {
 	grace   time.Duration
 	between backoff.Policy // the attempts of a step
 	pause   time.Duration  // before a workflow whose state cannot be stored is taken up again
+	ask     time.Duration  // before a box is asked what a machine has fetched
 
 	mu     sync.Mutex
 	woken  chan struct{}            // closed and replaced by Wake
@@ -87,7 +88,7 @@ func New(c Config) *Engine {
 		c.Parallel = 64
 	}
 	return &Engine{
-		Config: c, kick: make(chan struct{}, 1), grace: time.Minute, pause: 10 * time.Second, between: backoff.Policy{Min: 2 * time.Second, Max: 30 * time.Second, Rand: rand.Float64},
+		Config: c, kick: make(chan struct{}, 1), grace: time.Minute, pause: 10 * time.Second, ask: firstAsk, between: backoff.Policy{Min: 2 * time.Second, Max: 30 * time.Second, Rand: rand.Float64},
 		woken: make(chan struct{}), notes: map[string]string{}, sites: map[string]chan struct{}{}, active: map[string]bool{}, stops: map[string]context.CancelCauseFunc{},
 	}
 }

@@ -49,8 +49,12 @@ type world struct {
 	efi      bool
 	events   uint64
 	stage    string // what a machine says that boots something else than the ramdisk; none: as its assignment is
-	disk     string // SHA-256 of the image on it
-	token    bool   // a node token was minted
+	lost     bool   // what the box says by itself does not arrive
+	ask      time.Duration
+	told     *pxev1.ExplainResult
+	retell   func(*pxev1.ExplainResult) // edits what the box answers when it is asked; nil: nobody
+	disk     string                     // SHA-256 of the image on it
+	token    bool                       // a node token was minted
 	secrets  map[string]string
 	assigned *pxev1.AssignRequest
 	commands map[string]*sent
@@ -199,6 +203,8 @@ func decodeArgs(t *testing.T, spec commands.Spec) proto.Message {
 		m = new(pxev1.FetchRequest)
 	case "disk.wipe":
 		m = new(imagev1.WipeRequest)
+	case "pxe.explain":
+		m = new(pxev1.ExplainRequest)
 	default:
 		return nil
 	}
@@ -257,6 +263,14 @@ func (w *world) run(spec commands.Spec) (proto.Message, *errs.Error) {
 	case *pxev1.FetchRequest:
 		w.effects = append(w.effects, "fetch "+strings.Join(args.Sha256, " "))
 		return &pxev1.FetchResult{Bytes: 1}, nil
+	case *pxev1.ExplainRequest:
+		if w.told == nil || !slices.Contains(w.m.MACs, args.Mac) {
+			return &pxev1.ExplainResult{Mac: args.Mac}, nil
+		}
+		if w.retell != nil {
+			w.retell(w.told)
+		}
+		return w.told, nil
 	case *imagev1.WipeRequest:
 		out := &imagev1.WipeResult{}
 		for _, d := range args.Disks {

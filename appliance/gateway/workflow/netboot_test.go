@@ -25,6 +25,13 @@ func (w *world) fetched() {
 	if stage == "" {
 		stage = map[pxev1.Action]string{pxev1.Action_ACTION_ISO: "iso", pxev1.Action_ACTION_KERNEL: "initrd", pxev1.Action_ACTION_UKI: "uki"}[m.Action]
 	}
+	if w.lost {
+		step := func(stage, detail string) *pxev1.Step { return &pxev1.Step{Stage: stage, Detail: detail} }
+		w.told = &pxev1.ExplainResult{Mac: m.Macs[0], MachineId: m.MachineId, Attempts: []*pxev1.Attempt{
+			{Steps: []*pxev1.Step{step("dhcp", "iso"), step("script", "window "+m.WindowId)}}, {Steps: []*pxev1.Step{step("dhcp", "iso"), step(stage, "window "+m.WindowId)}},
+		}}
+		return
+	}
 	body, err := json.Marshal(map[string]string{"mac": m.Macs[0], "machine_id": m.MachineId, "stage": stage, "detail": "window " + m.WindowId})
 	must(w.t, err)
 	w.events++
@@ -240,5 +247,142 @@ func TestBootByHand(t *testing.T) {
 	must(t, <-done)
 	if want := []string{"fetch " + isoDigest, "assign iso"}; !slices.Equal(w.effects, want) {
 		t.Errorf("effects %q, want %q: nobody but people switches it", w.effects, want)
+	}
+}
+
+// TestLostReport: a boot of which nothing arrived is found by asking the box, which is
+// asked until it answers; what it says of another machine, window or stage is no boot.
+func TestLostReport(t *testing.T) {
+	for _, tt := range []struct {
+		name   string
+		params Params
+		kind   string
+		spoil  func(w *world)
+		booted bool
+	}{
+		{"a disc image", Params{Boot: disc}, BootISO, func(*world) {}, true},
+		{"a kernel", Params{Boot: linux}, BootKernel, func(*world) {}, true},
+		{"the box does not answer at first", Params{Boot: disc}, BootISO, func(w *world) {
+			w.fail = func(spec commands.Spec, nth int) *errs.Error {
+				if spec.Kind == "pxe.explain" && nth < 3 {
+					return errs.Retry(errs.Timeout, "no result")
+				}
+				return nil
+			}
+		}, true},
+		{"an earlier stage", Params{Boot: disc}, BootISO, func(w *world) { w.stage = "script" }, false},
+		{"another machine", Params{Boot: disc}, BootISO, func(w *world) {
+			w.retell = func(r *pxev1.ExplainResult) { r.MachineId = "node_2" }
+		}, false},
+		{"another window", Params{Boot: disc}, BootISO, func(w *world) {
+			w.retell = func(r *pxev1.ExplainResult) { r.Attempts[1].Steps[1].Detail = "window win_1" }
+		}, false},
+		{"the window ends before it is asked", Params{Boot: disc, Window: 300 * time.Millisecond}, BootISO, func(w *world) { w.ask = time.Hour }, true},
+	} {
+		t.Run(tt.name, func(t *testing.T) {
+			w := newWorld(t)
+			w.lost, w.ask = true, time.Millisecond
+			if tt.params.Window == 0 {
+				tt.params.Window = time.Hour
+			}
+			if !tt.booted {
+				tt.params.Window = 300 * time.Millisecond
+			}
+			tt.spoil(w)
+			e := w.engine()
+			e.ask = w.ask
+			id, err := e.Start(t.Context(), tt.kind, w.m, tt.params)
+			must(t, err)
+			wf := w.runUntil(e, id)
+			if tt.booted != (wf.State == store.StateDone) || !tt.booted && !strings.Contains(wf.ErrorMessage, "before its window ended") {
+				t.Errorf("workflow %s %s %s, want it booted: %v", wf.State, wf.ErrorCode, wf.ErrorMessage, tt.booted)
+			}
+			if w.nth["pxe.explain"] == 0 {
+				t.Error("the box was never asked")
+			}
+		})
+	}
+}
+
+// TestAsking: a box is asked ever more rarely, but well within the hour that it
+// remembers, and before the limit of the step that asks.
+func TestAsking(t *testing.T) {
+	start := time.UnixMilli(1_800_000_000_000)
+	for _, tt := range []struct {
+		name  string
+		limit time.Duration // 0: none
+		want  []time.Duration
+	}{
+		{"a boot", 30 * time.Minute, []time.Duration{30 * time.Second, 90 * time.Second, 210 * time.Second, 450 * time.Second, 930 * time.Second, 29 * time.Minute}},
+		{"taken up after the limit", time.Minute, []time.Duration{30 * time.Second}},
+		{"a moment that is left", 70 * time.Second, []time.Duration{10 * time.Second}},
+		{"by hand", 2 * time.Hour, []time.Duration{30 * time.Second, 90 * time.Second, 210 * time.Second, 450 * time.Second, 930 * time.Second, 1890 * time.Second,
+			3090 * time.Second, 4290 * time.Second, 5490 * time.Second, 6690 * time.Second, 119 * time.Minute}},
+	} {
+		var got []time.Duration
+		a := asking{pause: firstAsk, limit: start.Add(tt.limit)}
+		for a.next(start); a.due.Before(a.limit); a.next(a.due) {
+			got = append(got, a.due.Sub(start))
+		}
+		if !slices.Equal(got, tt.want) {
+			t.Errorf("%s: asked after %v, want %v", tt.name, got, tt.want)
+		}
+	}
+	a := asking{pause: firstAsk}
+	if a.next(start); !a.due.Equal(start.Add(firstAsk)) {
+		t.Errorf("without a limit: asked after %s, want %s", a.due.Sub(start), firstAsk)
+	}
+}
+
+// waiting is a boot whose machine is switched on, and that waits for the box's word.
+func (w *world) waiting(e *Engine) (*run, *store.WorkflowStep) {
+	w.t.Helper()
+	id, err := e.Start(w.t.Context(), BootISO, w.m, Params{Boot: disc, Window: time.Hour})
+	must(w.t, err)
+	wf, err := w.store.Workflow(w.t.Context(), "acme", id)
+	must(w.t, err)
+	r, err := e.load(w.t.Context(), wf, e.Log)
+	must(w.t, err)
+	steps, err := w.store.WorkflowSteps(w.t.Context(), id)
+	must(w.t, err)
+	a := store.Assignment{Action: metal.ISO, Purpose: "iso", WindowID: r.params.WindowID, WindowUntil: time.Now().Add(time.Hour), Boot: *disc}
+	must(w.t, w.store.Assign(w.t.Context(), "site_1", w.m.ID, a, func(next store.Snapshot) (store.WorkflowStep, error) {
+		w.assigned = metal.AssignCommand(next, time.Now()).Args.(*pxev1.AssignRequest)
+		return steps[1], nil
+	}))
+	return r, &steps[len(steps)-1]
+}
+
+// TestAskedBeforeTheLimit: a boot whose report is lost is found before its step ends, though
+// it was not the time to ask.
+func TestAskedBeforeTheLimit(t *testing.T) {
+	w := newWorld(t)
+	w.lost = true
+	e := w.engine()
+	e.ask, e.grace = time.Hour, lastAsk+20*time.Millisecond
+	r, step := w.waiting(e)
+	w.fetched()
+	done := make(chan error, 1)
+	go func() { done <- r.one(t.Context(), step, action{"boot.wait", time.Nanosecond, waitBooted}) }()
+	select {
+	case err := <-done:
+		must(t, err)
+	case <-time.After(lastAsk / 2):
+		t.Error("the box is not asked before the limit")
+	}
+}
+
+// TestNobodyKnows: a window that ends while the box is offline is told as what it is.
+func TestNobodyKnows(t *testing.T) {
+	w := newWorld(t)
+	e := w.engine()
+	r, step := w.waiting(e)
+	w.online[w.box] = false
+	must(t, w.store.Assign(t.Context(), "site_1", w.m.ID, store.Assignment{Action: metal.ISO, Purpose: "iso", WindowID: r.params.WindowID, WindowUntil: time.Now().Add(-time.Second), Boot: *disc}, func(store.Snapshot) (store.WorkflowStep, error) {
+		return *step, nil
+	}))
+	err := r.one(t.Context(), step, action{"boot.wait", time.Minute, waitBooted})
+	if errs.CodeOf(err) != errs.Timeout || !strings.Contains(err.Error(), "nobody knows whether the machine booted before its window ended: the site's box is offline") {
+		t.Errorf("the step ended with %v, want it said that nobody knows", err)
 	}
 }

@@ -125,7 +125,7 @@ func kindsOf(name string) []string {
 	kinds := []string{cmdkind.Query, cmdkind.Boot, cmdkind.Power, cmdkind.Assign}
 	return append(kinds, map[string][]string{
 		Deploy: {cmdkind.Stream}, Wipe: {cmdkind.Wipe}, BootMedia: {cmdkind.Fetch, cmdkind.Media},
-		BootISO: {cmdkind.Fetch}, BootKernel: {cmdkind.Fetch},
+		BootISO: {cmdkind.Fetch, cmdkind.Explain}, BootKernel: {cmdkind.Fetch, cmdkind.Explain},
 	}[strings.TrimSuffix(name, byHand)]...)
 }
 
