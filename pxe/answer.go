@@ -6,8 +6,10 @@ import (
 	"errors"
 	"fmt"
 	"io"
+	"io/fs"
 	"log/slog"
 	"net/netip"
+	"os"
 	"strings"
 	"sync"
 	"time"
@@ -119,7 +121,7 @@ func (c *Config) decide(r decide.Request) decide.Decision {
 		_ = f.Close() // it was only looked at
 	}
 	if d.HTTP && strings.HasPrefix(d.Loader, "grub/") && !c.speaksHTTP(cmp.Or(decide.Second(d.Loader), d.Loader)) {
-		return decide.Decision{Action: decide.Deny, Reason: "the box's GRUB fetches nothing over HTTP, as Debian's before 2.12: this machine boots by PXE"}
+		return decide.Decision{Action: decide.Deny, Reason: "the box's GRUB fetches nothing over HTTP, as Debian's before 2.12, or boots on without what it is refused there, as Ubuntu's: this machine boots by PXE"}
 	}
 	return d
 }
@@ -142,6 +144,24 @@ func needs(who decide.Client, d decide.Decision) []string {
 // maxGRUB is many times an image's size.
 const maxGRUB = 32 << 20
 
+// grubs remember which of the box's GRUBs speak HTTP, as long as their files are
+// the same: DHCP asks at every packet. The zero value is ready, and nil remembers
+// nothing.
+type grubs struct {
+	mu     sync.Mutex
+	byName map[string]looked
+}
+
+// looked is what a file was found to be.
+type looked struct {
+	info   fs.FileInfo
+	speaks bool
+}
+
+func (l looked) same(info fs.FileInfo) bool {
+	return l.info != nil && os.SameFile(l.info, info) && l.info.Size() == info.Size() && l.info.ModTime().Equal(info.ModTime())
+}
+
 // speaksHTTP looks into the box's GRUB.
 func (c *Config) speaksHTTP(name string) bool {
 	f, err := c.Files.Open(name)
@@ -149,8 +169,26 @@ func (c *Config) speaksHTTP(name string) bool {
 		return false
 	}
 	defer f.Close()
+	var info fs.FileInfo
+	if plain, ok := f.(interface{ Stat() (fs.FileInfo, error) }); ok && c.grubs != nil {
+		if info, err = plain.Stat(); err != nil {
+			return false
+		}
+		c.grubs.mu.Lock()
+		defer c.grubs.mu.Unlock()
+		if l := c.grubs.byName[name]; l.same(info) {
+			return l.speaks
+		}
+	}
 	image, err := io.ReadAll(io.LimitReader(f, maxGRUB))
-	return err == nil && grub.SpeaksHTTP(image)
+	speaks := err == nil && grub.SpeaksHTTP(image)
+	if err == nil && info != nil {
+		if c.grubs.byName == nil {
+			c.grubs.byName = make(map[string]looked)
+		}
+		c.grubs.byName[name] = looked{info, speaks}
+	}
+	return speaks
 }
 
 // bootDHCP is what a boot request is answered with; called from the loops of DHCP
@@ -182,7 +220,18 @@ func (s *server) bootDHCP(ask dhcp.Ask) string {
 	default:
 		s.remember(who.MAC, "dhcp", who.Client.String(), detail, who.Client.Program != decide.IPXE)
 	}
-	return s.named(base, who.MAC, m, d)
+	begins := ask.Step != dhcp.Offered && (who.Client.Program == decide.Firmware || who.Client.Program == decide.HTTPBoot)
+	if begins && !ask.Asked.IsZero() {
+		s.http.Reset(who.MAC, ip, ask.Asked)
+	}
+	file := named(base, who.MAC, d, func() string { return s.http.ImageURL(base, who.MAC, m, d.Action) })
+	switch {
+	case ask.Step != dhcp.Acknowledged:
+		s.awaiting.end(who.MAC) // an iPXE that begins has no address yet
+	case who.Client.Program == decide.IPXE && file != "":
+		s.awaiting.add(who.MAC, time.Now())
+	}
+	return file
 }
 
 // text is an address, and nothing where another server gives it.
@@ -193,8 +242,9 @@ func text(ip netip.Addr) string {
 	return ip.String()
 }
 
-// named is the file name or URL of a decision; empty: none.
-func (s *server) named(base, mac string, m *pxev1.Machine, d decide.Decision) string {
+// named is the file name or URL of a decision, image that of the image itself; empty:
+// none.
+func named(base, mac string, d decide.Decision, image func() string) string {
 	switch {
 	case d.Loader != "" && d.HTTP:
 		return httpboot.LoaderURL(base, mac, d.File())
@@ -202,8 +252,8 @@ func (s *server) named(base, mac string, m *pxev1.Machine, d decide.Decision) st
 		return d.File()
 	case !d.HTTP || d.Exit == decide.NotFound || d.Action == decide.Deny || d.Action == decide.None:
 		return ""
-	case d.Firmware && s.http != nil:
-		return s.http.ImageURL(base, mac, m, d.Action)
+	case d.Firmware:
+		return image()
 	}
 	// For the local disk too: the script's exit is the quickest way there.
 	return httpboot.ScriptURL(base, mac)
@@ -257,7 +307,7 @@ func (s *server) serverFor(client netip.Addr) netip.Addr {
 }
 
 func (s *server) remember(mac, stage, client, detail string, begins bool) {
-	s.Attempts.Add(mac, s.Interface, attempts.Step{At: s.Now(), Stage: stage, Client: client, Detail: detail, Begins: begins})
+	s.Attempts.Add(mac, s.Interface, attempts.Step{At: s.Now(), Stage: stage, Client: client, Detail: detail, Begins: begins, Known: s.known(mac)})
 }
 
 // tail is how many lines of a machine's syslog an explanation has.
@@ -277,18 +327,14 @@ func (c *Config) Explain(mac string) *pxev1.ExplainResult {
 		}
 		r.Client = client
 		d := c.decide(r)
-		protocol, file := "dhcp", ""
+		protocol, file := "dhcp", named("", "<mac>", d, func() string { return "/boot/<mac>/<token>/ (the image itself)" })
 		switch {
 		case client.Program == decide.GRUB:
 			protocol, file = "tftp", "grub/grub.cfg"
-		case d.Loader != "" && d.HTTP:
-			protocol, file = "http", "/boot/<mac>/"+d.File()
-		case d.Loader != "":
-			protocol, file = "tftp", d.File()
-		case d.Firmware:
-			protocol, file = "http", "/boot/<mac>/<token>/ (the image itself)"
-		case d.HTTP && d.Exit != decide.NotFound && d.Action != decide.Deny:
-			protocol, file = "http", "/boot/<mac>/script.ipxe"
+		case strings.HasPrefix(file, "/"):
+			protocol = "http"
+		case file != "":
+			protocol = "tftp"
 		}
 		action := d.Action.String()
 		if d.Action == decide.LocalDisk {

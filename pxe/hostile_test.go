@@ -16,9 +16,12 @@ import (
 	"time"
 
 	"github.com/insomniacslk/dhcp/dhcpv4"
+	"golang.org/x/sys/unix"
 
 	"github.com/better-compute/site-appliance/appliance/base/bound"
 	"github.com/better-compute/site-appliance/pxe/pxetest"
+	"github.com/better-compute/site-appliance/pxe/pxetest/fleet"
+	"github.com/better-compute/site-appliance/pxe/pxev1"
 	"github.com/better-compute/site-appliance/pxe/tftp/tftptest"
 )
 
@@ -34,9 +37,11 @@ const (
 // machine itself, so that nothing is refused to it for being a stranger, and has
 // addresses beside its own.
 type evil struct {
-	t     *testing.T
-	host  *pxetest.Host
-	own   net.IP
+	t    *testing.T
+	host *pxetest.Host
+	own  net.IP
+	// held is the address of each victim, which booted before.
+	held  map[string]net.IP
 	wg    sync.WaitGroup
 	sent  atomic.Int64
 	conns []io.Closer
@@ -110,6 +115,51 @@ func (e *evil) dhcp(ctx context.Context, kind dhcpv4.MessageType, edit func(mac 
 	})
 }
 
+func (e *evil) ether() (ether *fleet.Ether) {
+	e.t.Helper()
+	e.host.Do(func() (err error) {
+		ether, err = fleet.OpenEther(e.host.Iface)
+		return err
+	})
+	e.keep(ether)
+	return ether
+}
+
+// frames floods with DHCP messages of which edit writes the rest: each comes from the
+// Ethernet address that it names.
+func (e *evil) frames(ctx context.Context, edit func(d *dhcpv4.DHCPv4, i uint32)) {
+	ether := e.ether()
+	d, err := dhcpv4.New(append([]dhcpv4.Modifier{dhcpv4.WithBroadcast(true), dhcpv4.WithHwAddr(make(net.HardwareAddr, 6))}, asUEFI...)...)
+	if err != nil {
+		e.t.Fatal(err)
+	}
+	e.wg.Go(func() {
+		for i := uint32(0); ctx.Err() == nil; i++ {
+			binary.BigEndian.PutUint32(d.TransactionID[:], 1<<31|i)
+			edit(d, i)
+			if ether.Broadcast(d.ClientHWAddr, d.ToBytes()) == nil {
+				e.sent.Add(1)
+			}
+		}
+	})
+}
+
+// madeUp is a MAC of so many that no memory of the box holds them all.
+func madeUp(d *dhcpv4.DHCPv4, kind dhcpv4.MessageType, i uint32) {
+	d.UpdateOption(dhcpv4.OptMessageType(kind))
+	d.ClientHWAddr[0] = 2
+	binary.BigEndian.PutUint32(d.ClientHWAddr[2:], i%(1<<16))
+}
+
+// asVictims floods in the victims' names and from their Ethernet addresses, by turns.
+func (e *evil) asVictims(ctx context.Context, kind dhcpv4.MessageType, edit func(d *dhcpv4.DHCPv4, held net.IP)) {
+	e.frames(ctx, func(d *dhcpv4.DHCPv4, i uint32) {
+		d.UpdateOption(dhcpv4.OptMessageType(kind))
+		d.ClientHWAddr = fleetMAC(victims[int(i)%len(victims)])
+		edit(d, e.held[d.ClientHWAddr.String()])
+	})
+}
+
 // http keeps conns connections from each address busy with talk, and opens them
 // again when the box has closed them.
 func (e *evil) http(ctx context.Context, from []string, conns int, talk func(ctx context.Context, c net.Conn)) {
@@ -117,19 +167,17 @@ func (e *evil) http(ctx context.Context, from []string, conns int, talk func(ctx
 		for range conns {
 			e.wg.Go(func() {
 				for ctx.Err() == nil {
-					c := e.tcp(addr)
-					if c == nil {
-						select {
-						case <-ctx.Done():
-						case <-time.After(50 * time.Millisecond):
-						}
-						continue
+					if c := e.tcp(addr); c != nil {
+						e.sent.Add(1)
+						stop := context.AfterFunc(ctx, func() { c.Close() })
+						talk(ctx, c)
+						stop()
+						c.Close()
 					}
-					e.sent.Add(1)
-					stop := context.AfterFunc(ctx, func() { c.Close() })
-					talk(ctx, c)
-					stop()
-					c.Close()
+					select { // it shares the box's processors
+					case <-ctx.Done():
+					case <-time.After(250 * time.Millisecond):
+					}
 				}
 			})
 		}
@@ -153,20 +201,68 @@ var attacks = []struct {
 	// least is how often it must have happened, or the test says nothing.
 	least int64
 	run   func(ctx context.Context, e *evil)
+	// forged says that it comes from the victims' own addresses, so that the box tells
+	// nothing of it from them while it lasts: another machine boots then, and they do
+	// when it has ended.
+	forged bool
+	// declines says that it makes the box believe that an address is in use.
+	declines bool
 }{
-	{"DHCP of one MAC", 1000, func(ctx context.Context, e *evil) {
+	{name: "DHCP of one MAC", least: 1000, run: func(ctx context.Context, e *evil) {
 		e.dhcp(ctx, dhcpv4.MessageTypeDiscover, func(mac []byte, _ uint32) { copy(mac, []byte{2, 6, 6, 6, 6, 6}) })
 	}},
-	{"DHCP of made-up MACs", 1000, func(ctx context.Context, e *evil) {
+	{name: "DHCP of made-up MACs", least: 1000, run: func(ctx context.Context, e *evil) {
 		e.dhcp(ctx, dhcpv4.MessageTypeDiscover, func(mac []byte, i uint32) { mac[0] = 2; binary.BigEndian.PutUint32(mac[2:], i) })
 	}},
-	{"DHCP in the good machine's name", 1000, func(ctx context.Context, e *evil) {
-		e.dhcp(ctx, dhcpv4.MessageTypeDiscover, func(mac []byte, _ uint32) { copy(mac, fleetMAC(0)) })
+	{name: "DHCP in the good machine's name", least: 1000, run: func(ctx context.Context, e *evil) {
+		e.dhcp(ctx, dhcpv4.MessageTypeDiscover, func(mac []byte, _ uint32) { copy(mac, fleetMAC(bystander)) })
 	}},
-	{"DHCP in the good machine's name, declining", 1000, func(ctx context.Context, e *evil) {
-		e.dhcp(ctx, dhcpv4.MessageTypeDecline, func(mac []byte, _ uint32) { copy(mac, fleetMAC(0)) })
+	{name: "DHCP in the good machine's name, declining", least: 1000, run: func(ctx context.Context, e *evil) {
+		e.dhcp(ctx, dhcpv4.MessageTypeDecline, func(mac []byte, _ uint32) { copy(mac, fleetMAC(bystander)) })
 	}},
-	{"TFTP with huge windows that nobody acknowledges", 100, func(ctx context.Context, e *evil) {
+	{name: "DHCP of made-up MACs, each from its own", least: 10000, run: func(ctx context.Context, e *evil) {
+		e.frames(ctx, func(d *dhcpv4.DHCPv4, i uint32) { madeUp(d, dhcpv4.MessageTypeDiscover, i) })
+	}},
+	{name: "DHCP of made-up MACs that take every address", least: 10000, run: func(ctx context.Context, e *evil) {
+		e.frames(ctx, func(d *dhcpv4.DHCPv4, i uint32) {
+			madeUp(d, dhcpv4.MessageTypeRequest, i)
+			d.UpdateOption(dhcpv4.OptRequestedIPAddress(net.IPv4(10, 77, 16+byte(i>>8)%8, byte(i))))
+		})
+	}},
+	{name: "DHCP of made-up MACs that decline what they are offered", least: 10000, run: func(ctx context.Context, e *evil) {
+		e.frames(ctx, func(d *dhcpv4.DHCPv4, i uint32) {
+			madeUp(d, []dhcpv4.MessageType{dhcpv4.MessageTypeDiscover, dhcpv4.MessageTypeDecline}[i%2], i/2)
+			d.UpdateOption(dhcpv4.OptRequestedIPAddress(net.IPv4(10, 77, 16+byte(i>>9)%8, byte(i>>1))))
+		})
+	}},
+	{name: "DHCP from the victims' MACs", least: 10000, forged: true, run: func(ctx context.Context, e *evil) {
+		e.asVictims(ctx, dhcpv4.MessageTypeDiscover, func(*dhcpv4.DHCPv4, net.IP) {})
+	}},
+	{name: "DHCP from the victims' MACs, declining", least: 10000, forged: true, declines: true, run: func(ctx context.Context, e *evil) {
+		e.asVictims(ctx, dhcpv4.MessageTypeDecline, func(d *dhcpv4.DHCPv4, held net.IP) { d.UpdateOption(dhcpv4.OptRequestedIPAddress(held)) })
+	}},
+	{name: "DHCP from the victims' MACs, releasing", least: 10000, forged: true, run: func(ctx context.Context, e *evil) {
+		e.asVictims(ctx, dhcpv4.MessageTypeRelease, func(d *dhcpv4.DHCPv4, held net.IP) { d.ClientIPAddr = held })
+	}},
+	{name: "TFTP requests from the victims' addresses", least: 10000, forged: true, run: func(ctx context.Context, e *evil) {
+		ether, to := e.ether(), netip.MustParseAddrPort(boxTFTP)
+		rrq := tftptest.Request(1, "snponly.efi", "octet", "blksize", "1468", "windowsize", "4")
+		own, err := net.ParseMAC(macEvil)
+		if err != nil {
+			e.t.Fatal(err)
+		}
+		e.wg.Go(func() {
+			for i := uint16(0); ctx.Err() == nil; i++ {
+				for _, v := range victims {
+					from, _ := netip.AddrFromSlice(e.held[fleetMAC(v).String()].To4())
+					if ether.SendUDP(own, netip.AddrPortFrom(from, 1024+i%60000), to, rrq) == nil {
+						e.sent.Add(1)
+					}
+				}
+			}
+		})
+	}},
+	{name: "TFTP with huge windows that nobody acknowledges", least: 100, run: func(ctx context.Context, e *evil) {
 		for range 16 {
 			conn := e.udp(e.own.String())
 			e.wg.Go(func() {
@@ -179,7 +275,7 @@ var attacks = []struct {
 			})
 		}
 	}},
-	{"TFTP that acknowledges its options and then nothing", 16, func(ctx context.Context, e *evil) {
+	{name: "TFTP that acknowledges its options and then nothing", least: 16, run: func(ctx context.Context, e *evil) {
 		for range 16 {
 			conn := e.udp(e.own.String())
 			e.wg.Go(func() {
@@ -196,7 +292,7 @@ var attacks = []struct {
 			})
 		}
 	}},
-	{"TFTP requests from many ports", 1000, func(ctx context.Context, e *evil) {
+	{name: "TFTP requests from many ports", least: 1000, run: func(ctx context.Context, e *evil) {
 		var conns []*net.UDPConn
 		for range 200 {
 			conns = append(conns, e.udp(e.own.String()))
@@ -210,7 +306,7 @@ var attacks = []struct {
 			}
 		})
 	}},
-	{"TFTP requests from many addresses", 1000, func(ctx context.Context, e *evil) {
+	{name: "TFTP requests from many addresses", least: 1000, run: func(ctx context.Context, e *evil) {
 		var conns []*net.UDPConn
 		for _, a := range e.others(100) {
 			conns = append(conns, e.udp(a))
@@ -224,7 +320,7 @@ var attacks = []struct {
 			}
 		})
 	}},
-	{"HTTP that never ends its request", 100, func(ctx context.Context, e *evil) {
+	{name: "HTTP that never ends its request", least: 100, run: func(ctx context.Context, e *evil) {
 		e.http(ctx, append(e.others(100), e.own.String()), 11, func(ctx context.Context, c net.Conn) {
 			if _, err := io.WriteString(c, "GET "+evilPath+"script.ipxe HTTP/1.1\r\n"); err != nil {
 				return
@@ -232,10 +328,10 @@ var attacks = []struct {
 			wait(ctx, c)
 		})
 	}},
-	{"HTTP connections that say nothing", 100, func(ctx context.Context, e *evil) {
+	{name: "HTTP connections that say nothing", least: 100, run: func(ctx context.Context, e *evil) {
 		e.http(ctx, append(e.others(100), e.own.String()), 11, wait)
 	}},
-	{"HTTP that reads nothing of a large file", 10, func(ctx context.Context, e *evil) {
+	{name: "HTTP that reads nothing of a large file", least: 10, run: func(ctx context.Context, e *evil) {
 		e.http(ctx, append(e.others(100), e.own.String()), 11, func(ctx context.Context, c net.Conn) {
 			if _, err := io.WriteString(c, strings.Repeat(request(evilPath+"snponly.efi"), 50)); err != nil {
 				return
@@ -243,7 +339,7 @@ var attacks = []struct {
 			<-ctx.Done()
 		})
 	}},
-	{"HTTP with broken ranges, over and over", 1000, func(ctx context.Context, e *evil) {
+	{name: "HTTP with broken ranges, over and over", least: 1000, run: func(ctx context.Context, e *evil) {
 		e.http(ctx, []string{e.own.String()}, 4, func(ctx context.Context, c net.Conn) {
 			go wait(ctx, c)
 			for ctx.Err() == nil {
@@ -254,7 +350,7 @@ var attacks = []struct {
 			}
 		})
 	}},
-	{"HTTP for its script, over and over", 1000, func(ctx context.Context, e *evil) {
+	{name: "HTTP for its script, over and over", least: 1000, run: func(ctx context.Context, e *evil) {
 		e.http(ctx, []string{e.own.String()}, 4, func(ctx context.Context, c net.Conn) {
 			go wait(ctx, c)
 			for ctx.Err() == nil {
@@ -265,10 +361,10 @@ var attacks = []struct {
 			}
 		})
 	}},
-	{"reports with wrong tokens", 1000, func(ctx context.Context, e *evil) {
+	{name: "reports with wrong tokens", least: 1000, run: func(ctx context.Context, e *evil) {
 		e.http(ctx, append(e.others(10), e.own.String()), 2, func(ctx context.Context, c net.Conn) {
 			go wait(ctx, c)
-			good := "/boot/" + strings.ReplaceAll(fleetMAC(0).String(), ":", "-") + "/"
+			good := "/boot/" + strings.ReplaceAll(fleetMAC(bystander).String(), ":", "-") + "/"
 			for i := 0; ctx.Err() == nil; i++ {
 				path := evilPath
 				if i%2 == 0 {
@@ -281,7 +377,19 @@ var attacks = []struct {
 			}
 		})
 	}},
-	{"syslog", 1000, func(ctx context.Context, e *evil) {
+	{name: "router solicitations, some in the good machine's name", least: 10000, run: func(ctx context.Context, e *evil) {
+		good, evilMAC := macOf(fleetMAC(bystander).String()), macOf(macEvil)
+		e.frames6(ctx, func(i uint32) []byte {
+			who := made(i)
+			if i%2 == 0 {
+				who = good
+			}
+			b := frame6(who, "ff02::2", unix.IPPROTO_ICMPV6, 2, append([]byte{133, 7: 0, 8: 1, 9: 1}, who[:]...))
+			copy(b[6:], evilMAC[:]) // what the good machine is sent must still find it
+			return b
+		})
+	}},
+	{name: "syslog", least: 1000, run: func(ctx context.Context, e *evil) {
 		line := []byte("<30>ipxe: " + strings.Repeat("x", 900) + "\n")
 		for _, from := range []string{e.own.String(), e.others(1)[0]} {
 			e.flood(ctx, e.udp(from), boxAddr+":514", func(uint32) []byte { return line })
@@ -304,8 +412,19 @@ func (c counted) WithAttrs(a []slog.Attr) slog.Handler {
 	return counted{c.Handler.WithAttrs(a), c.lines}
 }
 
+// victims are the machines in whose names frames are forged: one with a lease, and
+// one with an address of its own. bystander is another.
+var victims = [2]int{1, 2}
+
+const (
+	bystander = 0
+	reserved  = "10.77.30.1"
+)
+
 // TestHostile: whatever one host on the wire does, a good machine boots, from its
-// first DISCOVER to its last report, and the box's log stays readable.
+// first DISCOVER to its last report, and the box's log stays readable. Those whose
+// very frames are forged boot afterwards, at the address that they had unless that
+// was declined.
 func TestHostile(t *testing.T) {
 	if !pxetest.InNamespace(t) {
 		return
@@ -334,19 +453,36 @@ func TestHostile(t *testing.T) {
 			wide(c)
 			reporting(c)
 			c.Log = slog.New(counted{slog.NewTextHandler(io.Discard, nil), lines})
-		}, append(fleetMachines(1), ramdisk(macEvil))...)
+		}, inWindow("w1")...)
 		w, want := onWire(t, hosts[0], dir, netip.MustParsePrefix("10.77.255.1/16"))
+		boots := func(when string, machine int) fleet.Result {
+			t.Helper()
+			ctx, stop := context.WithTimeout(t.Context(), time.Minute)
+			defer stop()
+			res, err := w.Boot(ctx, fleetMAC(machine), want)
+			t.Logf("%s %s machine %d: %v, %s, %d DHCP messages again, %d log lines", when, attack.name, machine, err, res.Took.Round(time.Millisecond), res.Repeats, lines.Load())
+			if err != nil {
+				t.Errorf("%s %s: %v", when, attack.name, err)
+			}
+			return res
+		}
 
-		e := &evil{t: t, host: hosts[1]}
+		e := &evil{t: t, host: hosts[1], held: make(map[string]net.IP)}
+		for _, v := range victims {
+			if attack.forged {
+				e.held[fleetMAC(v).String()] = boots("before", v).Address
+			}
+		}
 		e.own = mustDORA(t, e.host, asUEFI).ACK.YourIPAddr
 		e.host.Do(func() error {
+			var batch strings.Builder
 			for _, a := range append(e.others(100), "10.77.254.200/16") {
-				if !strings.Contains(a, "/") {
-					a += "/32"
-				}
-				if out, err := exec.Command("ip", "address", "add", a, "dev", e.host.Iface).CombinedOutput(); err != nil {
-					return fmt.Errorf("%w: %s", err, out)
-				}
+				fmt.Fprintln(&batch, "address add", a, "dev", e.host.Iface)
+			}
+			ip := exec.Command("ip", "-batch", "-")
+			ip.Stdin = strings.NewReader(batch.String())
+			if out, err := ip.CombinedOutput(); err != nil {
+				return fmt.Errorf("%w: %s", err, out)
 			}
 			return nil
 		})
@@ -355,14 +491,8 @@ func TestHostile(t *testing.T) {
 		for end := time.Now().Add(20 * time.Second); e.sent.Load() < attack.least && time.Now().Before(end); {
 			time.Sleep(10 * time.Millisecond)
 		}
-		boot, stop := context.WithTimeout(t.Context(), time.Minute)
 		before := e.sent.Load()
-		res, err := w.Boot(boot, fleetMAC(0), want)
-		stop()
-		t.Logf("under %s: %v, %s, %d DHCP messages again, %d log lines, %d of the attack", attack.name, err, res.Took.Round(time.Millisecond), res.Repeats, lines.Load(), e.sent.Load())
-		if err != nil {
-			t.Errorf("under %s: %v", attack.name, err)
-		}
+		boots("under", bystander)
 		if before < attack.least {
 			t.Errorf("%s came %d times: this proves nothing", attack.name, before)
 		}
@@ -374,9 +504,81 @@ func TestHostile(t *testing.T) {
 			c.Close()
 		}
 		e.wg.Wait()
+		if attack.forged {
+			if _, err := b.store.Apply(&pxev1.AssignRequest{Version: b.store.Version() + 1, Machines: inWindow("w2")}); err != nil {
+				t.Fatal(err)
+			}
+		}
+		for _, v := range victims {
+			had := e.held[fleetMAC(v).String()]
+			if had == nil {
+				continue
+			}
+			if got := boots("after", v).Address; !got.Equal(had) && (!attack.declines || had.String() == reserved) {
+				t.Errorf("after %s machine %d has %s, want %s as before", attack.name, v, got, had)
+			}
+		}
 		w.Close()
 		if err := b.stop(); err != nil {
 			t.Errorf("after %s: Run = %v", attack.name, err)
 		}
+	}
+}
+
+// inWindow are the machines of the test.
+func inWindow(window string) []*pxev1.Machine {
+	all := append(fleetMachines(3), ramdisk(macEvil))
+	all[victims[1]].Address = reserved
+	for _, m := range all {
+		m.WindowId = window
+	}
+	return all
+}
+
+// TestFloodLeavesMachinesTheirAddresses: made-up MACs that take all the addresses that
+// they can leave an eighth of the pool to assigned machines, beside an address of its
+// own. Of a network of BMCs, which nobody assigned, nothing is kept from them.
+func TestFloodLeavesMachinesTheirAddresses(t *testing.T) {
+	const machines, pool = 13, 100
+	for _, tt := range []struct {
+		name string
+		bmc  bool
+		kept int
+	}{{"machines", false, pool / 8}, {"BMCs", true, 0}} {
+		t.Run(tt.name, func(t *testing.T) {
+			all := fleetMachines(machines + 1)
+			all[machines].Address = "10.77.0.20"
+			c := explainer(t, nil, all...)
+			c.Interface, c.StateDir, c.Address, c.BMC = "box0", t.TempDir(), netip.MustParsePrefix(boxAddr+"/24"), tt.bmc
+			c.RangeStart, c.RangeEnd = netip.MustParseAddr("10.77.0.100"), netip.MustParseAddr("10.77.0.199")
+			s := &server{Config: *c}
+			var err error
+			if s.leases, err = s.openLeases(); err != nil {
+				t.Fatal(err)
+			}
+			defer s.leases.Close()
+			s.takeUp()
+			took := func(mac string) bool {
+				at, err := s.leases.Offer(localPool, mac, netip.Addr{})
+				if err == nil {
+					_, err = s.leases.Bind(localPool, mac, at, time.Hour)
+				}
+				return err == nil
+			}
+			strangers := 0
+			for i := range 2 * pool {
+				if took(fmt.Sprintf("02:00:00:00:00:%02x", i)) {
+					strangers++
+				}
+			}
+			if strangers != pool-tt.kept {
+				t.Errorf("%d made-up MACs take an address, want %d", strangers, pool-tt.kept)
+			}
+			for i := range machines + 1 {
+				if got, want := took(all[i].Macs[0]), i < tt.kept || i == machines; got != want {
+					t.Errorf("machine %d finds an address: %v, want %v", i, got, want)
+				}
+			}
+		})
 	}
 }

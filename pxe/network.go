@@ -65,9 +65,13 @@ func (c *Config) openLeases() (*lease.Database, error) {
 	if c.Told.Router.IsValid() && len(pools) > 0 && pools[0].Name == localPool {
 		pools[0].Exclude = append(pools[0].Exclude, c.Told.Router)
 	}
+	known := c.known
+	if c.BMC {
+		known = nil // BMCs are no machines that boot: to what is kept for those they are strangers
+	}
 	return lease.OpenDatabase(lease.Config{
 		Path: filepath.Join(c.StateDir, "leases-"+c.Interface), Pools: pools, Reservations: c.Reservations,
-		Known: c.known, Log: c.Log,
+		Known: known, Log: c.Log,
 	})
 }
 
@@ -132,7 +136,9 @@ func (s *server) follow(ctx context.Context) error {
 	for first := true; ; first = false {
 		if v := s.Assign.Version(); v != version || first {
 			version = v
-			s.takeUp()
+			if v != s.taken {
+				s.takeUp()
+			}
 			s.forget()
 		}
 		select {
@@ -143,8 +149,13 @@ func (s *server) follow(ctx context.Context) error {
 	}
 }
 
-// forget drops the counts of machines that are not there any more.
+// forget drops the counts of machines that are not there any more. While there is no
+// snapshot, the last was lost or none came yet: the next one may name the same windows.
 func (s *server) forget() {
+	if s.Assign.Version() == 0 {
+		return
+	}
+	s.Counts.Settle(s.Assign.Window)
 	ids := map[string]bool{}
 	for _, m := range s.Assign.Machines() {
 		ids[m.MachineId] = true
@@ -154,6 +165,7 @@ func (s *server) forget() {
 }
 
 func (s *server) takeUp() {
+	s.taken = s.Assign.Version()
 	if s.leases == nil {
 		return
 	}
@@ -204,12 +216,14 @@ type BMC struct {
 type ForeignServer struct {
 	Interface string `json:"interface"`
 	Server    string `json:"server"`
+	// ServerMAC is where it answered from, and MAC whom.
+	ServerMAC string `json:"server_mac,omitempty"`
 	MAC       string `json:"mac,omitempty"`
 	Offered   string `json:"offered,omitempty"`
 }
 
 func (s *server) foreign(f dhcp.Foreign) {
-	body := ForeignServer{Interface: s.Interface, Server: f.Server.String(), MAC: f.MAC}
+	body := ForeignServer{Interface: s.Interface, Server: f.Server.String(), ServerMAC: f.ServerMAC, MAC: f.MAC}
 	if f.Offered.IsValid() {
 		body.Offered = f.Offered.String()
 	}
@@ -241,8 +255,12 @@ func (s *server) conflict(f arp.Finding) {
 	s.events.put("pxe.conflict", "state", s.Interface+" "+c.IP, c)
 }
 
-func (s *server) declined(mac string, ip netip.Addr) {
-	s.events.put("pxe.conflict", "state", s.Interface+" "+ip.String(), Conflict{Interface: s.Interface, IP: ip.String(), DeclinedBy: mac, Outcome: "withheld"})
+func (s *server) declined(mac string, ip netip.Addr, kept bool) {
+	c := Conflict{Interface: s.Interface, IP: ip.String(), DeclinedBy: mac, Outcome: "withheld"}
+	if kept {
+		c.Outcome = "kept"
+	}
+	s.events.put("pxe.conflict", "state", s.Interface+" "+c.IP, c)
 }
 
 // maxBMCs bounds what is remembered of those that were told.

@@ -84,13 +84,13 @@ func (s *server) once6(ctx context.Context) error {
 		return fmt.Errorf("http: %w", err)
 	}
 	defer ln.Close()
-	tftpd, err := tftp.Listen(ctx, s.tftpConfig(ctx, own))
+	tftpd, err := tftp.Listen(ctx, s.tftpConfig(own))
 	if err != nil {
 		return err
 	}
 	defer tftpd.Close()
 	services := []func(context.Context) error{tftpd.Serve, func(ctx context.Context) error { return httpboot.Serve(ctx, ln, s.http, s.Log) }}
-	lines, err := syslog.Listen(ctx, syslog.Config{Interface: s.Interface, Address: own, Holder: s.holder, Store: s.Syslog, Now: s.Now, Log: s.Log})
+	lines, err := syslog.Listen(ctx, syslog.Config{Interface: s.Interface, Address: own, Holder: s.holder, Known: s.known, Store: s.Syslog, Now: s.Now, Log: s.Log})
 	if err != nil {
 		s.Log.Warn("what machines say over IPv6 while they boot is not kept", "err", err)
 	} else {
@@ -99,7 +99,8 @@ func (s *server) once6(ctx context.Context) error {
 	}
 	dhcpd, err := dhcp6.Listen(ctx, dhcp6.Config{
 		Interface: s.Interface, Address: s.IPv6.Address, DNS: s.IPv6.DNS, NTP: s.IPv6.NTP, Search: s.Told.Search,
-		Known: s.known, Arch: func(mac string) decide.Arch { return s.Heard.of(mac).arch }, Boot: s.bootDHCP6, Declined: s.declined, Chains: &s.chains, Now: time.Now, Log: s.Log,
+		Known: s.known, Arch: func(mac string) decide.Arch { return s.Heard.of(mac).arch }, Boot: s.bootDHCP6,
+		Declined: func(mac string, ip netip.Addr) { s.declined(mac, ip, false) }, Chains: &s.chains, Bindings: s.Bindings, Now: time.Now, Log: s.Log,
 	})
 	if err != nil {
 		return err
@@ -139,7 +140,7 @@ func (s *server) bootDHCP6(ask dhcp6.Ask) string {
 	file := s.bootDHCP(dhcp.Ask{
 		// What DHCPv4 heard before stays known: not every DUID says it.
 		Who: dhcp.Who{MAC: ask.MAC, Client: ask.Client, Arch: ask.Arch, Class: ask.Class, UUID: cmp.Or(ask.UUID, s.Heard.of(ask.MAC).uuid)},
-		IP:  ask.IP, Server: own, Step: step,
+		IP:  ask.IP, Server: own, Step: step, Asked: ask.Asked,
 	})
 	if file != "" && !strings.Contains(file, "://") {
 		return "tftp://[" + own.String() + "]/" + file

@@ -18,6 +18,7 @@ import (
 	"github.com/insomniacslk/dhcp/iana"
 
 	"github.com/better-compute/site-appliance/pxe/dhcp"
+	"github.com/better-compute/site-appliance/pxe/dhcp6"
 	"github.com/better-compute/site-appliance/pxe/files"
 	"github.com/better-compute/site-appliance/pxe/httpboot"
 	"github.com/better-compute/site-appliance/pxe/pxetest"
@@ -330,6 +331,37 @@ func TestCheck6(t *testing.T) {
 		}
 		if err := c.check6(); (err == nil) != tt.ok {
 			t.Errorf("check6(%s, mode %d, bmc %v) = %v, want ok %v", tt.address, tt.mode, tt.bmc, err, tt.ok)
+		}
+	}
+}
+
+// TestBindingsOutlastRun: a machine that has its address is known by it when Run ended
+// and is called again.
+func TestBindingsOutlastRun(t *testing.T) {
+	if !pxetest.InNamespace(t) {
+		return
+	}
+	dir := t.TempDir()
+	bootFiles(t, dir)
+	m := pxetest.Join(t, "box0", netip.MustParsePrefix(boxAddr+"/24"), "m0", macRAM)
+	pxetest.AddAddress(t, "box0", boxNet6)
+	pxetest.WaitLinkLocal(t, "box0")
+	bindings := new(dhcp6.Bindings)
+	for i := range 2 {
+		b := start(t, "box0", dir, func(c *Config) { c.IPv6.Address, c.Bindings = boxNet6, bindings }, ramdisk(macRAM))
+		if i == 0 {
+			sarr(t, m, asIPXE6...)
+		}
+		const script = "http://[fd00:77::1]/boot/52-54-00-00-00-0a/script.ipxe"
+		code, err := 0, errors.New("not asked")
+		for end := time.Now().Add(30 * time.Second); err != nil && time.Now().Before(end); { // IPv6 comes after IPv4
+			code, _, err = get6(m, script)
+		}
+		if err != nil || code != 200 {
+			t.Errorf("run %d: script = %d, %v, want 200", i+1, code, err)
+		}
+		if err := b.stop(); err != nil {
+			t.Errorf("Run = %v", err)
 		}
 	}
 }

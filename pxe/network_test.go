@@ -3,6 +3,7 @@ package pxe
 import (
 	"context"
 	"errors"
+	"log/slog"
 	"net"
 	"net/netip"
 	"path/filepath"
@@ -86,6 +87,47 @@ func TestRunReservations(t *testing.T) {
 	}
 	if strings.Contains(b.told(), "pxe.foreign") {
 		t.Errorf("told: %s", b.told())
+	}
+}
+
+// TestAssignedAddresses: those of the assignments are reserved before anything is
+// answered, and told of once; those of new assignments soon after.
+func TestAssignedAddresses(t *testing.T) {
+	if !pxetest.InNamespace(t) {
+		return
+	}
+	dir := t.TempDir()
+	bootFiles(t, dir)
+	h := pxetest.Join(t, "box0", netip.MustParsePrefix(boxAddr+"/24"), "m0", macRAM)
+	at := func(address string) []*pxev1.Machine {
+		m, wrong := ramdisk(macRAM), ramdisk(macStranger)
+		wrong.MachineId = "node_wrong"
+		m.Address, wrong.Address = address, boxAddr
+		return []*pxev1.Machine{m, wrong}
+	}
+	var logged strings.Builder
+	b := start(t, "box0", dir, func(c *Config) { c.Log = slog.New(slog.NewTextHandler(&logged, nil)) }, at("10.77.0.50")...)
+	if got := mustDORA(t, h, asUEFI).ACK.YourIPAddr.String(); got != "10.77.0.50" {
+		t.Errorf("the machine gets %s first, want the assigned address", got)
+	}
+	if _, err := b.store.Apply(&pxev1.AssignRequest{Version: b.store.Version() + 1, Machines: at("10.77.0.51")}); err != nil {
+		t.Fatal(err)
+	}
+	got := ""
+	for end := time.Now().Add(30 * time.Second); got != "10.77.0.51" && time.Now().Before(end); {
+		time.Sleep(100 * time.Millisecond)
+		got = mustDORA(t, h, asUEFI).ACK.YourIPAddr.String()
+	}
+	if got != "10.77.0.51" {
+		t.Errorf("the machine gets %s, want the newly assigned address", got)
+	}
+	if err := b.stop(); err != nil {
+		t.Fatal(err)
+	}
+	before, after, _ := strings.Cut(logged.String(), "network boot is served")
+	const wrong = "an assigned address is left out"
+	if n, m := strings.Count(before, wrong), strings.Count(after, wrong); n != 1 || m != 1 {
+		t.Errorf("before it serves, the log says %d times that an address is left out, and %d times then, want once for each assignment", n, m)
 	}
 }
 

@@ -72,6 +72,8 @@ type Config struct {
 	Heard    *Heard
 	Attempts *attempts.Log
 	Syslog   *syslog.Store
+	// Bindings are the interface's addresses of IPv6; nil: they are forgotten when Run returns.
+	Bindings *dhcp6.Bindings
 	// Artifacts opens a stored artifact by its SHA-256; nil serves none.
 	Artifacts func(ctx context.Context, sha256 string) (io.ReadSeekCloser, int64, error)
 	// Event is given pxe.discovered and pxe.stage with a Discovered or Stage as
@@ -84,6 +86,7 @@ type Config struct {
 	Now func() time.Time
 
 	reserved map[string]bool
+	grubs    *grubs
 }
 
 // Discovered is an unknown machine that asked to boot.
@@ -114,7 +117,7 @@ func Run(ctx context.Context, cfg Config) error {
 	if err := cfg.fill(); err != nil {
 		return err
 	}
-	s := &server{Config: cfg, events: newEvents(cfg.Event, cfg.Log), logged: limit.Minute{Most: 512}}
+	s := &server{Config: cfg, events: newEvents(cfg.Event, cfg.Log), logged: limit.Minute{Most: 512}, staged: limit.Minute{Most: mostStrange}, failed: limit.Minute{Most: mostStrange}}
 	if err := cfg.Assign.Damaged(); err != nil {
 		cfg.Log.Error("boot assignments lost until the gateway sends them again", "err", err)
 	}
@@ -168,12 +171,16 @@ func (c *Config) fill() error {
 	if c.Syslog == nil {
 		c.Syslog = new(syslog.Store)
 	}
+	if c.Bindings == nil {
+		c.Bindings = new(dhcp6.Bindings)
+	}
 	if c.Artifacts == nil {
 		c.Artifacts = func(context.Context, string) (io.ReadSeekCloser, int64, error) {
 			return nil, 0, errs.New(errs.Unavailable, "no artifacts are served here")
 		}
 	}
 	c.Log = c.Log.With("interface", c.Interface)
+	c.grubs = new(grubs)
 	c.reserved = make(map[string]bool)
 	for _, r := range c.Reservations {
 		hw, err := net.ParseMAC(r.MAC)
@@ -197,14 +204,18 @@ func excluded(own netip.Prefix) []netip.Addr {
 
 type server struct {
 	Config
-	leases *lease.Database // nil in mode Proxy
-	dhcpd  *dhcp.Server
-	events *events
-	http   *httpboot.Handler
-	seen   discover.Filter
-	logged limit.Minute // strangers that are logged
-	chains chain.Memory
-	bmcs   map[string]BMC
+	leases   *lease.Database // nil in mode Proxy
+	dhcpd    *dhcp.Server
+	events   *events
+	http     *httpboot.Handler
+	seen     discover.Filter
+	logged   limit.Minute // strangers that are logged
+	staged   limit.Minute // their stages that are told
+	failed   limit.Minute // their failed transfers that are logged
+	chains   chain.Memory
+	awaiting awaiting
+	bmcs     map[string]BMC
+	taken    uint64 // the version of the assignments whose addresses are reserved
 }
 
 // serve opens every socket before the first request is answered, so that no
@@ -217,12 +228,12 @@ func (s *server) serve(ctx context.Context) error {
 			return fmt.Errorf("http: %w", err)
 		}
 		defer ln.Close()
-		tftpd, err := tftp.Listen(ctx, s.tftpConfig(ctx, s.Address.Addr()))
+		tftpd, err := tftp.Listen(ctx, s.tftpConfig(s.Address.Addr()))
 		if err != nil {
 			return err
 		}
 		defer tftpd.Close()
-		lines, err := syslog.Listen(ctx, syslog.Config{Interface: s.Interface, Address: s.Address.Addr(), Holder: s.holder, Store: s.Syslog, Now: s.Now, Log: s.Log})
+		lines, err := syslog.Listen(ctx, syslog.Config{Interface: s.Interface, Address: s.Address.Addr(), Holder: s.holder, Known: s.known, Store: s.Syslog, Now: s.Now, Log: s.Log})
 		if err != nil {
 			// Machines boot without being heard.
 			s.Log.Warn("what machines say while they boot is not kept", "err", err)
@@ -231,7 +242,7 @@ func (s *server) serve(ctx context.Context) error {
 			services = append(services, lines.Serve)
 		}
 		s.http = httpboot.New(httpboot.Config{
-			Holder: s.holder, Request: s.ask, Counts: s.Counts, Files: s.Files, Cmdline: s.Cmdline, ARM64Cmdline: s.ARM64Cmdline, Boot: s.bootArchive,
+			Holder: s.asksHTTP, CountsFor: s.countsFor, Request: s.ask, Counts: s.Counts, Files: s.Files, Cmdline: s.Cmdline, ARM64Cmdline: s.ARM64Cmdline, Boot: s.bootArchive,
 			Artifacts: s.Artifacts, Stage: s.stageHTTP, Syslog: lines != nil, Now: s.Now, Log: s.Log,
 		})
 		services = append(services, tftpd.Serve, func(ctx context.Context) error { return httpboot.Serve(ctx, ln, s.http, s.Log) })
@@ -249,15 +260,19 @@ func (s *server) serve(ctx context.Context) error {
 	var err error
 	s.dhcpd, err = dhcp.Listen(ctx, dhcp.Config{
 		Interface: s.Interface, Mode: s.Mode, Local: s.local(), Relayed: s.relayed(), Takeover: s.Takeover, BMC: s.BMC, Leases: s.leases,
-		Known: s.known, Name: s.hostName, Boot: s.bootDHCP, Offered: offered, Seen: s.seenBMC, Declined: s.declined, Foreign: s.foreign, Chains: &s.chains, Now: time.Now, Log: s.Log,
+		Known: s.known, Name: s.hostName, Heard: s.heardDHCP, Boot: s.bootDHCP, Offered: offered, Seen: s.seenBMC, Declined: s.declined, Foreign: s.foreign, Chains: &s.chains, Now: time.Now, Log: s.Log,
 	})
 	if err != nil {
 		return err
 	}
 	defer s.dhcpd.Close()
+	s.takeUp() // before the first offer, which could be of such an address
 	services = append(services, s.dhcpd.Serve)
-	if s.IPv6.Address.IsValid() {
+	switch {
+	case s.IPv6.Address.IsValid():
 		services = append(services, s.serve6)
+	case s.sparesWait():
+		services = append(services, s.serveBare)
 	}
 	s.Log.Info("network boot is served", "address", s.Address.String(), "assignment", s.Assign.Version())
 
@@ -287,15 +302,28 @@ func (s *server) serve(ctx context.Context) error {
 // holder is the MAC that has an address.
 func (s *server) holder(ip netip.Addr) (mac string, ok bool) {
 	if ip.Is6() {
-		return dhcp6.Holder(s.IPv6.Address, ip)
+		return s.Bindings.Holder(s.IPv6.Address, ip, time.Now())
 	}
 	return s.dhcpd.Holder(ip)
 }
 
-func (s *server) tftpConfig(ctx context.Context, own netip.Addr) tftp.Config {
-	return tftp.Config{Interface: s.Interface, Address: own, Ended: s.endedTFTP, Log: s.Log,
-		Open:   func(client netip.Addr, name string) (files.File, error) { return s.openTFTP(ctx, client, name) },
-		Refuse: s.refuseTFTP}
+// asksHTTP is holder for HTTP, which nothing asks that looks for a router.
+func (s *server) asksHTTP(ip netip.Addr) (mac string, ok bool) {
+	if mac, ok = s.holder(ip); ok {
+		s.awaiting.end(mac)
+	}
+	return mac, ok
+}
+
+// countsFor is whom caps count an address for: all that are nobody's are one.
+func (s *server) countsFor(ip netip.Addr) (machine string, known bool) {
+	machine, _ = s.holder(ip)
+	return machine, s.known(machine)
+}
+
+func (s *server) tftpConfig(own netip.Addr) tftp.Config {
+	return tftp.Config{Interface: s.Interface, Address: own, CountsFor: s.countsFor, Ended: s.endedTFTP, Log: s.Log,
+		Open: s.openTFTP, Refuse: s.refuseTFTP}
 }
 
 // baseAt is how URLs begin for who reaches the box at an address.
@@ -309,6 +337,7 @@ func (s *server) endedTFTP(t tftp.Transfer) {
 	switch {
 	case t.Outcome == tftp.Probed:
 		s.Log.Debug("TFTP size asked", "client", t.Client.String(), "file", t.Name)
+	case t.Outcome == tftp.Failed && !s.known(mac) && !s.failed.More("", s.Now()):
 	case t.Outcome == tftp.Failed:
 		s.Log.Warn("TFTP transfer failed", "client", t.Client.String(), "file", t.Name, "bytes", t.Bytes, "err", t.Err)
 	case m != nil && !strings.Contains(t.Name, "/"): // GRUB's files have stages of their own
@@ -329,14 +358,24 @@ func protocolOf(client netip.Addr) chain.Protocol {
 
 func (s *server) stageHTTP(mac string, m *pxev1.Machine, stage, detail string) {
 	if stage == "http-loader" && s.known(mac) {
-		// By which protocol it was named does not matter here: only PXE is taken to loop.
-		s.chains.Loaded(chain.DHCPv4, mac, time.Now())
+		s.chains.LoadedHTTP(mac, time.Now())
 	}
 	s.stage(Stage{MAC: mac, MachineID: m.MachineId, Stage: stage, Detail: detail})
 }
 
+// mostStrange is how many stages of machines that nobody enrolled are told of in a minute,
+// and how many of their failed transfers, of all together: one host can make them up, each with an address of its own.
+const mostStrange = 512
+
 func (s *server) stage(st Stage) {
-	s.Log.Info("boot stage", "mac", st.MAC, "machine", st.MachineID, "stage", st.Stage, "client", st.Client, "ip", st.IP, "detail", st.Detail)
 	s.remember(st.MAC, st.Stage, st.Client, st.Detail, st.Stage == "dhcp" && !strings.HasPrefix(st.Client, decide.IPXE.String()))
+	if decide.IsStranger(st.MachineID) && !s.staged.More("", s.Now()) {
+		return
+	}
+	s.Log.Info("boot stage", "mac", st.MAC, "machine", st.MachineID, "stage", st.Stage, "client", st.Client, "ip", st.IP, "detail", st.Detail)
+	if st.Stage == "done" {
+		s.events.keep("pxe.stage", "state", st.MAC, st)
+		return
+	}
 	s.events.put("pxe.stage", "telemetry", st.MAC, st)
 }

@@ -90,6 +90,8 @@ func (f *farFile) Next(limit int64) (*os.File, int64, int64, error) {
 	return f.file, off, n, err
 }
 
+func (f *farFile) Has(int64, int64) bool { return true }
+
 // TestQEMUFarDisc has iPXE in a BIOS read a disc where its 32 bits have become
 // negative. The disc's loader starts, and when it ends, the firmware goes on.
 func TestQEMUFarDisc(t *testing.T) {

@@ -6,6 +6,7 @@ import (
 	"crypto/rsa"
 	"crypto/sha256"
 	"crypto/x509"
+	"encoding/binary"
 	"encoding/hex"
 	"encoding/pem"
 	"errors"
@@ -178,7 +179,8 @@ func snakeoil(t *testing.T, keyFile, certFile string) (*x509.Certificate, *rsa.P
 
 // TestQEMUSecureBoot: firmware with the keys of PCs starts Debian's signed shim from
 // the box, that its signed GRUB, and that Debian's signed kernel with our initrds,
-// over TFTP.
+// over TFTP. The same kernel without its signature GRUB does not start, nor shim such
+// a GRUB.
 func TestQEMUSecureBoot(t *testing.T) {
 	qemutest.Need(t, true)
 	kernel := signedKernel()
@@ -207,15 +209,59 @@ func TestQEMUSecureBoot(t *testing.T) {
 	m := ramdisk(mac)
 	m.Loader = "shim"
 	b := start(t, "br0", dir, func(c *Config) { c.Cmdline = "console=ttyS0 panic=-1" }, m)
-	vm := runQEMU(t, qemutest.Config{UEFI: true, SecureBoot: "microsoft", NoReboot: true, Extra: noV6}, qemutest.NIC{MAC: mac, ROM: "none"})
+	boot := func() *qemutest.VM {
+		t.Helper()
+		return runQEMU(t, qemutest.Config{UEFI: true, SecureBoot: "microsoft", NoReboot: true, Extra: noV6}, qemutest.NIC{MAC: mac, ROM: "none"})
+	}
+	vm := boot()
 	for _, stage := range []string{"Stage:tftp Client: IP:", "Stage:script ", "Stage:kernel ", "Stage:initrd ", "Stage:boot "} {
 		b.wait(t, 5*quiet, "pxe.stage telemetry "+mac+" {MAC:"+mac+" MachineID:node_a "+stage)
 	}
-	for _, marker := range []string{"Linux version", "Secure boot enabled", "init: voucher "} {
-		if err := vm.WaitMarker(t.Context(), marker, quiet); err != nil {
-			t.Fatal(err)
+	wait := func(markers ...string) {
+		t.Helper()
+		for _, marker := range markers {
+			if err := vm.WaitMarker(t.Context(), marker, quiet); err != nil {
+				t.Fatal(err)
+			}
 		}
 	}
+	wait("Linux version", "Secure boot enabled", "init: voucher ")
+	_ = vm.Close()
+
+	for _, tt := range []struct{ file, from, says string }{
+		{files.Kernel, kernel, "bad shim signature"},
+		{files.ShimSecond, netGRUBFile, "Security Violation"},
+	} {
+		path := filepath.Join(dir, "netboot", tt.file)
+		if err := os.WriteFile(path, unsigned(t, tt.from), 0o644); err != nil {
+			t.Fatal(err)
+		}
+		vm = boot()
+		wait(tt.says)
+		if tt.file == files.Kernel {
+			wait("Boot failed, asking again in 2 seconds")
+		}
+		if strings.Contains(vm.Serial(), "Linux version") {
+			t.Errorf("%s has started without its signature", tt.file)
+		}
+		_ = vm.Close()
+		copyFile(t, tt.from, path)
+	}
+}
+
+// unsigned is a program without its signature.
+func unsigned(t *testing.T, name string) []byte {
+	t.Helper()
+	image, err := os.ReadFile(name)
+	if err != nil {
+		t.Fatal(err)
+	}
+	const table = 24 + 112 + 4*8 // in the header, where the signatures are named
+	clear(image[int(binary.LittleEndian.Uint32(image[0x3c:]))+table:][:8])
+	if _, err := authenticode.Of(image); !errors.Is(err, authenticode.ErrUnsigned) {
+		t.Fatalf("%s without its signature: %v", name, err)
+	}
+	return image
 }
 
 // TestQEMUGRUB lets a real GRUB network image carry out the box's configurations,

@@ -3,6 +3,7 @@
 package artifact
 
 import (
+	"cmp"
 	"context"
 	"crypto/sha256"
 	"encoding/hex"
@@ -15,6 +16,7 @@ import (
 	"os"
 	"path/filepath"
 	"regexp"
+	"slices"
 	"strings"
 	"sync"
 	"syscall"
@@ -66,7 +68,7 @@ type Cache struct {
 
 	mu      sync.Mutex
 	entries map[string]*entry
-	opening map[string]chan struct{} // Locates that run
+	opening map[string]*opening
 	closed  bool
 	named   func() map[string]bool // see Keep; nil: nothing
 }
@@ -90,6 +92,7 @@ type entry struct {
 	unknown  []bool // chunks that an earlier process may have left whole
 	missing  int    // how many are not in have
 	readers  int
+	yielding int    // readers from which it may be taken
 	wishes   []wish // the chunks that readers wait for, the oldest first
 	used     time.Time
 	marked   time.Time // used as the disk has it
@@ -101,6 +104,12 @@ type entry struct {
 	err      error         // why the last fetch ended; cleared by the next
 	gone     bool          // removed: nobody may start on it again
 	changed  chan struct{} // closed and replaced at every change
+}
+
+// opening is an artifact that the source is being asked for.
+type opening struct {
+	done chan struct{}
+	err  error // why that was in vain; set before done is closed
 }
 
 // wish is a chunk and how many readers wait for it.
@@ -142,7 +151,7 @@ func open(dir string, maxBytes int64, source Source, log *slog.Logger) (*Cache, 
 		dir: dir, max: maxBytes, source: source, log: log, now: time.Now, lock: lock,
 		retry: backoff.Policy{Min: time.Second, Max: 30 * time.Second, Rand: rand.Float64},
 		stall: time.Minute, piece: pieceSize,
-		entries: map[string]*entry{}, opening: map[string]chan struct{}{},
+		entries: map[string]*entry{}, opening: map[string]*opening{},
 	}
 	c.ctx, c.cancel = context.WithCancel(context.Background())
 	if err := c.load(); err != nil {
@@ -278,8 +287,9 @@ func (e *entry) broadcast() {
 }
 
 // Open gives a reader of the artifact with this digest, which may still be on
-// its way. ctx bounds the reader's waits too. Errors: invalid-args, no-space,
-// digest-mismatch, and those of the source.
+// its way. ctx bounds the caller's and the reader's waits, and not what others wait
+// for, or ask for next. Errors: invalid-args, no-space, digest-mismatch, and those of
+// the source.
 func (c *Cache) Open(ctx context.Context, digest string) (*Reader, error) {
 	if !digestPattern.MatchString(digest) {
 		return nil, errs.New(errs.InvalidArgs, "%q is not a SHA-256 in lower-case hex", digest)
@@ -295,30 +305,102 @@ func (c *Cache) Open(ctx context.Context, digest string) (*Reader, error) {
 			c.mu.Unlock()
 			return r, nil
 		}
-		if other := c.opening[digest]; other != nil {
-			c.mu.Unlock()
-			select {
-			case <-other:
-			case <-ctx.Done():
-				return nil, ctx.Err()
+		asked := c.opening[digest]
+		if asked == nil {
+			asked = &opening{done: make(chan struct{})}
+			c.opening[digest] = asked
+			c.owned.Go(func() {
+				err := c.admit(digest)
+				c.mu.Lock()
+				defer c.mu.Unlock()
+				delete(c.opening, digest)
+				asked.err = err
+				close(asked.done)
+			})
+		}
+		c.mu.Unlock()
+		select {
+		case <-asked.done:
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+		if asked.err != nil {
+			return nil, fmt.Errorf("artifact %s: %w", digest, asked.err)
+		}
+	}
+}
+
+// Prefetch gives readers of artifacts that fit in the cache together, of all or of
+// none: where they do not fit beside what must stay, nothing is evicted. They hold up
+// nobody: the cache may still evict what they read, which fails then. Errors: as Open's.
+func (c *Cache) Prefetch(ctx context.Context, digests []string) (all []*Reader, err error) {
+	if err := c.fit(ctx, digests); err != nil {
+		return nil, err
+	}
+	for _, digest := range digests {
+		r, err := c.Open(ctx, digest)
+		if err != nil {
+			for _, r := range all {
+				r.Close()
 			}
+			return nil, err
+		}
+		r.yield()
+		all = append(all, r)
+	}
+	return all, nil
+}
+
+// fit says why artifacts cannot be in the cache together, and makes those that are
+// there the newest.
+func (c *Cache) fit(ctx context.Context, digests []string) error {
+	there := func(digest string) bool {
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		e := c.entries[digest]
+		if e != nil {
+			c.touch(e)
+		}
+		return e != nil
+	}
+	sizes := map[string]int64{} // of those that are not
+	for _, digest := range digests {
+		if _, known := sizes[digest]; known || there(digest) {
 			continue
 		}
-		mine := make(chan struct{})
-		c.opening[digest] = mine
-		c.mu.Unlock()
-
-		r, err := c.admit(ctx, digest)
-
-		c.mu.Lock()
-		delete(c.opening, digest)
-		close(mine)
-		c.mu.Unlock()
+		res, err := c.source.Locate(ctx, digest)
 		if err != nil {
-			return nil, fmt.Errorf("artifact %s: %w", digest, err)
+			return fmt.Errorf("artifact %s: locate: %w", digest, err)
 		}
-		return r, nil
+		if res.SizeBytes > uint64(c.max) {
+			return errs.New(errs.NoSpace, "artifact %s: %d bytes are more than the cache's %d", digest, res.SizeBytes, c.max)
+		}
+		sizes[digest] = int64(res.SizeBytes)
 	}
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	keep := c.keep()
+	together, held := int64(0), int64(0)
+	for _, size := range sizes {
+		together += size
+	}
+	for digest, e := range c.entries {
+		_, counted := sizes[digest]
+		switch {
+		case counted: // it has come meanwhile
+		case slices.Contains(digests, digest):
+			together += e.Size
+		case e.readers > 0 || e.yielding > 0 || keep[digest]:
+			held += e.Size
+		}
+	}
+	if together > c.max {
+		return errs.New(errs.NoSpace, "the %d artifacts are %d bytes together, more than the cache's %d", len(digests), together, c.max)
+	}
+	if held+together > c.max {
+		return errs.Retry(errs.NoSpace, "the %d artifacts are %d bytes together, and do not fit in the cache of %d bytes: %d of it are read now or named by assignments", len(digests), together, c.max, held)
+	}
+	return nil
 }
 
 // reader counts one more; c.mu is held.
@@ -358,23 +440,23 @@ func (c *Cache) keep() map[string]bool {
 	return c.named()
 }
 
-// admit asks the source for the artifact, makes room and opens it.
-func (c *Cache) admit(ctx context.Context, digest string) (*Reader, error) {
-	d, err := c.describe(ctx, digest)
-	if err != nil {
-		return nil, err
-	}
-	text, err := json.Marshal(d)
-	if err != nil {
-		return nil, err
+// admit asks the source for the artifact and makes room for it.
+func (c *Cache) admit(digest string) error {
+	d, err := c.describe(digest)
+	var text []byte
+	if err == nil {
+		text, err = json.Marshal(d)
 	}
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if c.closed {
-		return nil, errs.Retry(errs.Unavailable, "the artifact cache is closed")
+		return errs.Retry(errs.Unavailable, "the artifact cache is closed")
+	}
+	if err != nil {
+		return err
 	}
 	if err := c.makeRoom(d.Size); err != nil {
-		return nil, err
+		return err
 	}
 	// The description first: data without one is thrown away at the next start.
 	err = atomicfile.Write(c.metaPath(digest), text, 0o600)
@@ -385,29 +467,39 @@ func (c *Cache) admit(ctx context.Context, digest string) (*Reader, error) {
 	if err != nil {
 		os.Remove(c.metaPath(digest))
 		if errors.Is(err, syscall.ENOSPC) {
-			return nil, errs.Retry(errs.NoSpace, "%v", err)
+			return errs.Retry(errs.NoSpace, "%v", err)
 		}
-		return nil, err
+		return err
 	}
 	c.entries[digest] = e
-	return c.reader(ctx, e), nil
+	return nil
 }
 
-func (c *Cache) describe(ctx context.Context, digest string) (description, error) {
+// describe asks the source, until that has said nothing for too long.
+func (c *Cache) describe(digest string) (d description, err error) {
+	ctx, end := context.WithCancel(c.ctx)
+	defer end()
+	silence := time.AfterFunc(c.stall, end)
+	defer func() {
+		if !silence.Stop() && err != nil {
+			err = errs.Retry(errs.Unreachable, "nothing came for %v: %v", c.stall, err)
+		}
+	}()
 	res, err := c.source.Locate(ctx, digest)
 	if err != nil {
 		return description{}, fmt.Errorf("locate: %w", err)
 	}
+	silence.Reset(c.stall)
 	if res.SizeBytes == 0 || res.SizeBytes > 1<<62 {
 		return description{}, errs.New(errs.InvalidPayload, "the gateway names %d bytes", res.SizeBytes)
 	}
-	d := description{SHA256: res.Sha256, Size: int64(res.SizeBytes), ChunkSize: int64(res.ChunkSizeBytes), ListSum: res.ChunksSha256, URLs: res.Urls}
+	d = description{SHA256: res.Sha256, Size: int64(res.SizeBytes), ChunkSize: int64(res.ChunkSizeBytes), ListSum: res.ChunksSha256, URLs: res.Urls}
 	if d.ChunkSize < minChunk || d.count() > maxChunks || len(d.URLs) == 0 {
 		return description{}, errs.New(errs.InvalidPayload, "the gateway names %d bytes in chunks of %d at %d URLs", d.Size, d.ChunkSize, len(d.URLs))
 	}
 	var last error
 	for _, url := range d.URLs[:min(len(d.URLs), maxURLs)] {
-		if d.Chunks, last = c.chunkList(ctx, url, d.count()*sha256.Size); last == nil {
+		if d.Chunks, last = c.chunkList(ctx, silence, url, d.count()*sha256.Size); last == nil {
 			if last = d.check(digest); last == nil {
 				return d, nil
 			}
@@ -416,13 +508,13 @@ func (c *Cache) describe(ctx context.Context, digest string) (description, error
 	return description{}, last
 }
 
-func (c *Cache) chunkList(ctx context.Context, url string, n int64) ([]byte, error) {
+func (c *Cache) chunkList(ctx context.Context, silence *time.Timer, url string, n int64) ([]byte, error) {
 	body, err := c.source.Fetch(ctx, url+"/chunks", 0)
 	if err != nil {
 		return nil, fmt.Errorf("fetch the chunk list: %w", err)
 	}
 	defer body.Close()
-	list, err := io.ReadAll(io.LimitReader(body, n+1))
+	list, err := io.ReadAll(io.LimitReader(&awake{Reader: body, silence: silence, limit: c.stall}, n+1))
 	if err != nil {
 		return nil, fmt.Errorf("fetch the chunk list: %w", err)
 	}
@@ -458,11 +550,14 @@ func (c *Cache) makeRoom(n int64) error {
 }
 
 // oldest is the least recently used entry that nobody reads and that is not in
-// keep; c.mu is held.
+// keep, first of those that nobody would miss; c.mu is held.
 func (c *Cache) oldest(except *entry, keep map[string]bool) *entry {
 	var oldest *entry
 	for _, e := range c.entries {
-		if e != except && e.readers == 0 && !keep[e.SHA256] && (oldest == nil || e.used.Before(oldest.used)) {
+		if e == except || e.readers > 0 || keep[e.SHA256] {
+			continue
+		}
+		if oldest == nil || cmp.Or(cmp.Compare(min(e.yielding, 1), min(oldest.yielding, 1)), e.used.Compare(oldest.used)) < 0 {
 			oldest = e
 		}
 	}

@@ -16,6 +16,7 @@ import (
 	"os"
 	"os/exec"
 	"path/filepath"
+	"slices"
 	"strings"
 	"sync"
 	"testing"
@@ -48,6 +49,7 @@ type gateway struct {
 	shift     int64                            // bodies begin so many bytes late
 	endless   bool                             // bodies and lists never end
 	drip      int                              // at most so many bytes come at a time
+	answer    chan struct{}                    // when set, each Locate waits for one token
 	locates   int
 	fetches   []string
 }
@@ -69,10 +71,19 @@ func list(b []byte) []byte {
 	return out
 }
 
-func (g *gateway) Locate(_ context.Context, ref string) (*agentv1.LocateResponse, error) {
+func (g *gateway) Locate(ctx context.Context, ref string) (*agentv1.LocateResponse, error) {
+	g.mu.Lock()
+	g.locates++
+	g.mu.Unlock()
+	if g.answer != nil {
+		select {
+		case <-g.answer:
+		case <-ctx.Done():
+			return nil, ctx.Err()
+		}
+	}
 	g.mu.Lock()
 	defer g.mu.Unlock()
-	g.locates++
 	if g.offline {
 		return nil, errs.Retry(errs.Unreachable, "the line is down")
 	}
@@ -394,6 +405,156 @@ func TestEviction(t *testing.T) {
 	}
 }
 
+// TestOpenOutlivesItsCaller: what the source is asked for one who leaves is there for
+// those who wait beside him and for the next one; a source that says nothing is asked
+// again.
+func TestOpenOutlivesItsCaller(t *testing.T) {
+	a, b := noise(2*chunkSize, 1), noise(2*chunkSize, 2)
+	g := newGateway(a, b)
+	g.answer = make(chan struct{})
+	c := newCache(t, t.TempDir(), 10<<20, g)
+	open := func(ctx context.Context, digest string) <-chan error {
+		opened := make(chan error, 1)
+		go func() {
+			r, err := c.Open(ctx, digest)
+			if err == nil {
+				defer r.Close()
+			}
+			opened <- err
+		}()
+		return opened
+	}
+	asked := func(want int) {
+		t.Helper()
+		for n, end := 0, time.Now().Add(20*time.Second); n != want; time.Sleep(time.Millisecond) {
+			g.mu.Lock()
+			n = g.locates
+			g.mu.Unlock()
+			if n > want || time.Now().After(end) {
+				t.Fatalf("the source was asked %d times, want %d", n, want)
+			}
+		}
+	}
+	for i, digest := range []string{sum(a), sum(b)} {
+		ctx, leave := context.WithCancel(t.Context())
+		first := open(ctx, digest)
+		asked(i + 1)
+		var beside <-chan error
+		if i == 0 {
+			beside = open(t.Context(), digest)
+		}
+		leave()
+		if err := <-first; !errors.Is(err, context.Canceled) {
+			t.Errorf("Open of one who leaves = %v, want %v", err, context.Canceled)
+		}
+		select {
+		case g.answer <- struct{}{}:
+		case <-time.After(20 * time.Second):
+			t.Fatal("the source's answer is waited for no more")
+		}
+		if i == 0 {
+			if err := <-beside; err != nil {
+				t.Errorf("Open beside one who leaves = %v", err)
+			}
+		}
+		if err := <-open(t.Context(), digest); err != nil {
+			t.Errorf("Open after one who left = %v", err)
+		}
+		asked(i + 1)
+	}
+
+	c = newCache(t, t.TempDir(), 10<<20, g)
+	c.stall = time.Millisecond
+	for i := range 2 {
+		if err := <-open(t.Context(), sum(a)); errs.CodeOf(err) != errs.Unreachable {
+			t.Errorf("Open from a source that says nothing = %v, want %s", err, errs.Unreachable)
+		}
+		asked(3 + i)
+	}
+}
+
+// TestPrefetchHoldsUpNobody: what is fetched ahead is evicted for what is read, the
+// last of all, and its reader is told; no other prefetch takes its place, and one that
+// cannot fit takes nobody's.
+func TestPrefetchHoldsUpNobody(t *testing.T) {
+	var digests []string
+	g := newGateway()
+	for i := range byte(6) {
+		b := noise(3*chunkSize, i)
+		g.artifacts[sum(b)] = b
+		digests = append(digests, sum(b))
+	}
+	g.gate = make(chan struct{}) // nothing comes
+	c := newCache(t, t.TempDir(), 9*chunkSize, g)
+	now := time.Now()
+	c.now = func() time.Time { now = now.Add(time.Second); return now }
+	has := func(when string, want ...int) {
+		t.Helper()
+		c.mu.Lock()
+		defer c.mu.Unlock()
+		for i, digest := range digests {
+			if got := c.entries[digest] != nil; got != slices.Contains(want, i) {
+				t.Errorf("%s: artifact %d is in the cache: %v", when, i, got)
+			}
+		}
+	}
+	prefetch := func(which ...int) ([]*Reader, error) {
+		var names []string
+		for _, i := range which {
+			names = append(names, digests[i])
+		}
+		return c.Prefetch(t.Context(), names)
+	}
+	open := func(i int) *Reader {
+		t.Helper()
+		r, err := c.Open(t.Context(), digests[i])
+		if err != nil {
+			t.Fatal(err)
+		}
+		return r
+	}
+	open(0).Close()
+	open(1).Close()
+	if _, err := prefetch(2, 3, 4, 5); errs.CodeOf(err) != errs.NoSpace || retryable(err) {
+		t.Errorf("Prefetch of more than the cache = %v, want %s, for good", err, errs.NoSpace)
+	}
+	held := open(1)
+	if _, err := prefetch(2, 3, 4); errs.CodeOf(err) != errs.NoSpace || !retryable(err) {
+		t.Errorf("Prefetch of the whole cache beside a reader = %v, want %s, for now", err, errs.NoSpace)
+	}
+	has("after what cannot fit", 0, 1)
+
+	ahead, err := prefetch(2, 3)
+	if err != nil || len(ahead) != 2 {
+		t.Fatalf("Prefetch = %d readers, %v", len(ahead), err)
+	}
+	has("after a prefetch", 1, 2, 3)
+	if _, err := prefetch(0, 1); errs.CodeOf(err) != errs.NoSpace || !retryable(err) {
+		t.Errorf("Prefetch beside another = %v, want %s, for now", err, errs.NoSpace)
+	}
+	has("after a prefetch beside another", 1, 2, 3)
+	held.Close() // the newest, and nobody reads it
+	open(4).Close()
+	has("after another is opened", 2, 3, 4)
+	defer open(4).Close()
+	defer open(5).Close()
+	has("after yet another", 3, 4, 5)
+	if _, err := ahead[0].Read(make([]byte, 1)); errs.CodeOf(err) != errs.Unavailable || !retryable(err) {
+		t.Errorf("Read of what was evicted = %v, want %s", err, errs.Unavailable)
+	}
+	for _, r := range ahead {
+		r.Close()
+	}
+	if e := c.entries[digests[3]]; e.readers != 0 || e.yielding != 0 {
+		t.Errorf("%d readers and %d that yield are left, want none", e.readers, e.yielding)
+	}
+}
+
+func retryable(err error) bool {
+	coded := new(errs.Error)
+	return errors.As(err, &coded) && coded.Retryable
+}
+
 func TestSurvivesRestartOffline(t *testing.T) {
 	whole, half := noise(4*chunkSize+9, 1), noise(4*chunkSize, 2)
 	g := newGateway(whole, half)
@@ -578,6 +739,34 @@ func TestFullDisk(t *testing.T) {
 	if got, err := io.ReadAll(r); err != nil || !bytes.Equal(got, small) {
 		t.Errorf("one in use read %d bytes, %v", len(got), err)
 	}
+	c.Close()
+}
+
+// TestFullDiskPrefetch: on a full disk, what is fetched ahead makes room for what is
+// read, and not for more that is fetched ahead.
+func TestFullDiskPrefetch(t *testing.T) {
+	old, small := noise(9*chunkSize, 1), noise(9*chunkSize, 3)
+	c := newCache(t, smallDisk(t), 1<<30, newGateway(old, small))
+	ahead, err := c.Prefetch(t.Context(), []string{sum(small), sum(old)})
+	if err != nil {
+		t.Fatal(err)
+	}
+	for i, want := range []errs.Code{"", errs.NoSpace} {
+		if _, err := io.ReadAll(ahead[i]); errs.CodeOf(err) != want {
+			t.Errorf("read of %d fetched ahead = %v, want %s", i, err, cmp.Or(want, "the whole"))
+		}
+	}
+	if _, err := ahead[0].Seek(0, io.SeekStart); err != nil {
+		t.Fatal(err)
+	}
+	if got, err := io.ReadAll(ahead[0]); err != nil || !bytes.Equal(got, small) {
+		t.Errorf("one fetched ahead read %d bytes, %v", len(got), err)
+	}
+	ahead[1].Close()
+	if got, err := read(t, c, sum(old)); err != nil || !bytes.Equal(got, old) {
+		t.Errorf("read beside what is fetched ahead: %d bytes, %v", len(got), err)
+	}
+	ahead[0].Close()
 	c.Close()
 }
 

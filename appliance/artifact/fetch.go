@@ -258,6 +258,9 @@ func (c *Cache) write(ctx context.Context, e *entry, p []byte, off int64) error 
 		}
 		c.mu.Lock()
 		oldest := c.oldest(e, c.keep())
+		if oldest != nil && oldest.yielding > 0 && e.readers == 0 {
+			oldest = nil // it gives way to readers only
+		}
 		if oldest != nil {
 			c.remove(oldest, nil)
 		}

@@ -63,6 +63,22 @@ func TestRangesOfAPart(t *testing.T) {
 			t.Errorf("bytes %d+%d: %d bytes, %v, want %d of them", tt.off, tt.n, len(got), err, tt.there)
 		}
 	}
+	r, err := c.Open(t.Context(), sum(want))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer r.Close()
+	for _, tt := range []struct {
+		off, n int64
+		want   bool
+	}{
+		{3 * chunkSize, chunkSize, true}, {3*chunkSize + 5, 7, true}, {4*chunkSize - 1, 1, true}, {4*chunkSize - 1, 2, false}, {3*chunkSize - 1, 2, false},
+		{4 * chunkSize, 1, false}, {8 * chunkSize, 100, true}, {8 * chunkSize, chunkSize, true}, {0, int64(len(want)), false}, {int64(len(want)), 1, true},
+	} {
+		if got := r.Has(tt.off, tt.n); got != tt.want {
+			t.Errorf("Has(%d, %d) = %v, want %v", tt.off, tt.n, got, tt.want)
+		}
+	}
 	if _, err := readAt(t, c, sum(want), int64(len(want)), 1); !errors.Is(err, io.EOF) {
 		t.Errorf("behind the end: %v, want %v", err, io.EOF)
 	}
@@ -120,46 +136,45 @@ func TestWishGoesFirst(t *testing.T) {
 	}
 }
 
-// TestNobodyStarves: a reader that always wants the next chunk keeps no other from its own.
+// TestNobodyStarves: those who wait are served in the order in which they came,
+// however many come after them.
 func TestNobodyStarves(t *testing.T) {
 	want := noise(40*chunkSize, 1)
 	g := newGateway(want)
 	g.gate = make(chan struct{})
 	c := newCache(t, t.TempDir(), 10<<20, g)
 	var readers sync.WaitGroup
-	const others = 4
-	done := make(chan int, others)
-	for i := range others {
+	served := make(chan int64, 40)
+	come := func(chunk int64) {
 		readers.Go(func() {
-			off := int64(39-5*i) * chunkSize
-			if b, err := readAt(t, c, sum(want), off, 9); err != nil || !bytes.Equal(b, want[off:off+9]) {
-				t.Errorf("a block at %d: %x, %v", off, b, err)
+			b, err := readAt(t, c, sum(want), chunk*chunkSize, 9)
+			if err != nil || !bytes.Equal(b, want[chunk*chunkSize:][:9]) {
+				t.Errorf("chunk %d: %x, %v", chunk, b, err)
 			}
-			done <- i
+			served <- chunk
 		})
-	}
-	readers.Go(func() {
-		if b, err := read(t, c, sum(want)); err != nil || !bytes.Equal(b, want) {
-			t.Errorf("the whole: %d bytes, %v", len(b), err)
+		for waits := false; !waits; time.Sleep(time.Millisecond) {
+			c.mu.Lock()
+			e := c.entries[sum(want)]
+			waits = e != nil && e.wished(int(chunk))
+			c.mu.Unlock()
 		}
-	})
-	for waiting := 0; waiting <= others; time.Sleep(time.Millisecond) {
-		c.mu.Lock()
-		waiting = 0
-		if e := c.entries[sum(want)]; e != nil {
-			waiting = len(e.wishes)
-		}
-		c.mu.Unlock()
 	}
-	// One chunk each, and the one that was under way: all have theirs then.
-	for range 2*others + 2 {
+	order := []int64{0, 39, 1, 34, 2, 29, 3, 24, 4}
+	come(order[0])
+	come(order[1])
+	for i, chunk := range order {
+		if i+2 < len(order) {
+			come(order[i+2]) // so that two wait beside the one that is under way
+		}
 		g.gate <- struct{}{}
-	}
-	for range others {
 		select {
-		case <-done:
+		case got := <-served:
+			if got != chunk {
+				t.Errorf("chunk %d was served in the place of %d", got, chunk)
+			}
 		case <-time.After(20 * time.Second):
-			t.Fatal("a reader of one block still waits")
+			t.Fatalf("the reader of chunk %d still waits", chunk)
 		}
 	}
 	close(g.gate)

@@ -18,6 +18,7 @@ type Reader struct {
 	entry  *entry
 	off    int64
 	closed bool
+	yields bool
 }
 
 // Size is the artifact's, in bytes.
@@ -52,6 +53,9 @@ func (r *Reader) Read(p []byte) (int, error) {
 	}
 	got, err := f.ReadAt(p[:n], off)
 	r.off = off + int64(got)
+	if errors.Is(err, fs.ErrClosed) {
+		return got, r.await(int(r.off / r.entry.ChunkSize)) // it knows why
+	}
 	if err == io.EOF && got > 0 {
 		err = nil
 	}
@@ -84,6 +88,23 @@ func (r *Reader) Next(limit int64) (f *os.File, off, n int64, err error) {
 	return e.file, off, n, nil
 }
 
+// Has reports that Next does not wait for any of the n bytes from off on.
+func (r *Reader) Has(off, n int64) bool {
+	c, e := r.cache, r.entry
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	if e.gone || c.closed {
+		return true // it fails at once
+	}
+	end := min(off+n, e.Size)
+	for i := off / e.ChunkSize; i*e.ChunkSize < end; i++ {
+		if !e.have[i] {
+			return false
+		}
+	}
+	return true
+}
+
 // await returns when chunk i is there.
 func (r *Reader) await(i int) error {
 	c, e := r.cache, r.entry
@@ -106,7 +127,7 @@ func (r *Reader) await(i int) error {
 			return nil
 		case e.gone || waits && !e.fetching && e.err != nil:
 			if e.err == nil {
-				return errs.Retry(errs.Unavailable, "artifact %s was removed", e.SHA256)
+				return errs.Retry(errs.Unavailable, "artifact %s was removed for another that needed its place", e.SHA256)
 			}
 			return e.err
 		case !waits:
@@ -128,6 +149,15 @@ func (r *Reader) await(i int) error {
 	}
 }
 
+// yield lets the artifact be evicted though it is read.
+func (r *Reader) yield() {
+	r.cache.mu.Lock()
+	defer r.cache.mu.Unlock()
+	r.yields = true
+	r.entry.readers--
+	r.entry.yielding++
+}
+
 // Close gives the artifact free for eviction.
 func (r *Reader) Close() error {
 	if r.closed {
@@ -137,7 +167,11 @@ func (r *Reader) Close() error {
 	c := r.cache
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	r.entry.readers--
+	if r.yields {
+		r.entry.yielding--
+	} else {
+		r.entry.readers--
+	}
 	if !r.entry.gone {
 		c.touch(r.entry)
 	}

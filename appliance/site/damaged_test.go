@@ -1,16 +1,22 @@
 package site
 
 import (
+	"fmt"
 	"os"
 	"path/filepath"
 	"testing"
 	"time"
 
+	"google.golang.org/protobuf/proto"
+
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	gatewaygrants "github.com/better-compute/site-appliance/appliance/gateway/grants"
+	"github.com/better-compute/site-appliance/appliance/gateway/metal"
 	"github.com/better-compute/site-appliance/appliance/gateway/store"
 	"github.com/better-compute/site-appliance/bmc/bmcv1"
+	"github.com/better-compute/site-appliance/pxe/assign"
+	"github.com/better-compute/site-appliance/pxe/boots"
 	"github.com/better-compute/site-appliance/pxe/pxev1"
 )
 
@@ -135,6 +141,107 @@ func TestDamagedAssignments(t *testing.T) {
 	f.want("back to its disk", code, "", message)
 	code, message = f.send("pxe.assign", "node_0", snapshot(7, true))
 	f.want("a machine that people released", code, "", message)
+}
+
+// TestDamagedInOpenWindows: where people approve, a box that lost its boot decisions while
+// machines might boot has them again without any of those windows, however often it is
+// started before; and what people grant for one machine is taken then.
+func TestDamagedInOpenWindows(t *testing.T) {
+	f := newField(t, 2)
+	// opens is what a workflow stores, and what it sends.
+	opens := func(n int, window string) proto.Message {
+		t.Helper()
+		wf := fmt.Sprint("wf_", window)
+		f.must(f.g.Store.AddWorkflow(t.Context(), store.Workflow{ID: wf, TenantID: "default", Name: "x", MachineID: f.machines[n].ID, State: store.StateDone, Params: []byte("{}")},
+			[]store.WorkflowStep{{ID: "main.0", Name: "x"}}, "", store.Event{}))
+		var args proto.Message
+		a := store.Assignment{Action: "ramdisk", Purpose: "deploy", WindowID: window, WindowUntil: time.Now().Add(time.Hour)}
+		f.must(f.g.Store.Assign(t.Context(), "site_1", f.machines[n].ID, a, func(next store.Snapshot) (store.WorkflowStep, error) {
+			args = metal.AssignCommand(next, time.Now()).Args
+			return store.WorkflowStep{WorkflowID: wf, State: store.StateDone}, nil
+		}))
+		return args
+	}
+	for n := range f.machines {
+		code, message := f.send("pxe.assign", f.machines[n].ID, opens(n, fmt.Sprint("win_", n)))
+		f.want("before the damage", code, "", message)
+	}
+	f.damage("assignments")
+	f.stop()
+	f.start(nil)
+	for deadline := time.Now().Add(30 * time.Second); f.decisions.Version() == 0; time.Sleep(10 * time.Millisecond) {
+		if time.Now().After(deadline) {
+			t.Fatal("the box has no boot decisions")
+		}
+	}
+	for _, m := range f.decisions.Machines() {
+		if m.Action != pxev1.Action_ACTION_LOCAL_DISK {
+			t.Errorf("the box boots %v anew, which nobody approved", m)
+		}
+	}
+	if events, err := f.g.Store.Events(t.Context(), store.EventFilter{Name: "machine.window-ended"}); err != nil || len(events) != 2 {
+		t.Errorf("events %v, %v, want one of each window", events, err)
+	}
+	f.granted(&agentv1.GrantOperation{Kind: "pxe.assign", Operation: "pxe.assign"}, f.machines[0])
+	code, message := f.send("pxe.assign", "node_0", opens(0, "win_3"))
+	f.want("one that people approved", code, "", message)
+}
+
+// TestLostDecisions: what a box says that it lost, as often as it is started before it is
+// told; one that starts with nothing has lost nothing.
+func TestLostDecisions(t *testing.T) {
+	booted := func(t *testing.T, dir string) {
+		counts, err := boots.Open(filepath.Join(dir, "boots"), func(string) (string, bool) { return "", false })
+		if err == nil {
+			err = counts.Booted("node_1", "win_1")
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	told := func(t *testing.T, dir string) {
+		decisions, err := assign.Open(filepath.Join(dir, "assignments.json"))
+		if err == nil {
+			_, err = decisions.Apply(&pxev1.AssignRequest{Version: 1})
+		}
+		if err != nil {
+			t.Fatal(err)
+		}
+	}
+	torn := func(t *testing.T, dir string) {
+		if err := os.WriteFile(filepath.Join(dir, "assignments.json"), []byte("torn"), 0o600); err != nil {
+			t.Fatal(err)
+		}
+	}
+	for _, tt := range []struct {
+		name string
+		is   []func(*testing.T, string)
+		want bool
+	}{
+		{"nothing", nil, false},
+		{"whole", []func(*testing.T, string){told, booted}, false},
+		{"damaged", []func(*testing.T, string){torn}, true},
+		{"damaged, with boots", []func(*testing.T, string){booted, torn}, true},
+		{"missing", []func(*testing.T, string){booted}, true},
+	} {
+		dir := t.TempDir()
+		for _, do := range tt.is {
+			do(t, dir)
+		}
+		for start := range 2 {
+			decisions, err := assign.Open(filepath.Join(dir, "assignments.json"))
+			if err != nil {
+				t.Fatal(err)
+			}
+			counts, err := boots.Open(filepath.Join(dir, "boots"), windowOf(decisions))
+			if err != nil {
+				t.Fatal(err)
+			}
+			if got := lostDecisions(decisions, counts); got != tt.want {
+				t.Errorf("%s, start %d: lost %v, want %v", tt.name, start+1, got, tt.want)
+			}
+		}
+	}
 }
 
 // TestRestoredGatewayCatchesUp: the gateway of an old backup learns from the box how

@@ -52,7 +52,7 @@ func TestExplain(t *testing.T) {
 	now := time.Now()
 	s.attempts.Add(known, "enp2s0", attempts.Step{At: now.Add(-time.Minute), Stage: "dhcp", Client: "pxe uefi-x64", Detail: "agent: assigned", Begins: true})
 	s.attempts.Add(known, "enp2s0", attempts.Step{At: now, Stage: "tftp", Detail: "snponly.efi"})
-	s.syslog.Add(known, "<30>hello", now)
+	s.syslog.Add(known, true, "<30>hello", now)
 
 	kind := explainKind(s.explain)
 	explain := func(mac string) (*pxev1.ExplainResult, error) {

@@ -23,8 +23,24 @@ const (
 	fetchStep = 64 << 10
 )
 
+// sized is an artifact that is read.
+type sized interface {
+	io.ReadSeekCloser
+	Size() int64
+}
+
+// prefetch opens artifacts that fit in the cache together, and holds up no machine
+// that needs their place.
+func (s *site) prefetch(ctx context.Context, digests []string) (all []sized, err error) {
+	readers, err := s.cache.Prefetch(ctx, digests)
+	for _, r := range readers {
+		all = append(all, r)
+	}
+	return all, err
+}
+
 // fetchKind takes artifacts into the cache and answers when all of them are there.
-func fetchKind(open func(ctx context.Context, sha256 string) (io.ReadSeekCloser, int64, error)) dispatch.Kind {
+func fetchKind(open func(ctx context.Context, digests []string) ([]sized, error)) dispatch.Kind {
 	return dispatch.Kind{
 		Name: cmdkind.Fetch, Lane: cmdkind.Lane(cmdkind.Fetch), Roles: siteOnly,
 		Decode: func(args []byte) (dispatch.Operation, error) {
@@ -43,13 +59,26 @@ func fetchKind(open func(ctx context.Context, sha256 string) (io.ReadSeekCloser,
 			return dispatch.Operation{Name: cmdkind.Fetch, Key: "artifact " + req.Sha256[0], RetrySafe: true, Artifacts: req.Sha256, Value: req.Sha256}, nil
 		},
 		Run: func(ctx context.Context, call dispatch.Call) ([]byte, error) {
+			digests := call.Operation.Value.([]string)
 			var bytes uint64
-			for _, digest := range call.Operation.Value.([]string) {
-				n, err := fetchOne(ctx, open, digest, call.Progress)
-				if err != nil {
-					return nil, fmt.Errorf("artifact %s: %w", digest, err)
+			all, err := open(ctx, digests)
+			if err != nil {
+				return nil, err
+			}
+			for _, r := range all {
+				defer r.Close()
+			}
+			for i, r := range all {
+				if err := fetchOne(r, digests[i], call.Progress); err != nil {
+					return nil, fmt.Errorf("artifact %s: %w", digests[i], err)
 				}
-				bytes += n
+				bytes += uint64(r.Size())
+			}
+			// A machine that boots may have needed the place of one that was there.
+			for i, r := range all {
+				if err := touch(r, 0); err != nil {
+					return nil, fmt.Errorf("artifact %s: %w", digests[i], err)
+				}
 			}
 			return proto.Marshal(&pxev1.FetchResult{Bytes: bytes})
 		},
@@ -57,25 +86,25 @@ func fetchKind(open func(ctx context.Context, sha256 string) (io.ReadSeekCloser,
 	}
 }
 
-func fetchOne(ctx context.Context, open func(context.Context, string) (io.ReadSeekCloser, int64, error), digest string, progress func(phase, message string, done, total uint64)) (uint64, error) {
-	r, size, err := open(ctx, digest)
-	if err != nil {
-		return 0, err
+// touch reads the byte at off.
+func touch(r io.ReadSeeker, off int64) error {
+	if _, err := r.Seek(off, io.SeekStart); err != nil {
+		return err
 	}
-	defer r.Close()
-	one := make([]byte, 1)
-	told := int64(-1)
+	_, err := io.ReadFull(r, make([]byte, 1))
+	return err
+}
+
+func fetchOne(r sized, digest string, progress func(phase, message string, done, total uint64)) error {
+	told, size := int64(-1), r.Size()
 	for off := int64(0); off < size; off += fetchStep {
-		if _, err := r.Seek(off, io.SeekStart); err != nil {
-			return 0, err
-		}
-		if _, err := io.ReadFull(r, one); err != nil {
-			return 0, err
+		if err := touch(r, off); err != nil {
+			return err
 		}
 		if mib := off >> 20; mib != told {
 			told = mib
 			progress("fetch", fmt.Sprintf("the box fetches artifact %.12s…: %d of %d MiB", digest, mib, size>>20), uint64(off), uint64(size))
 		}
 	}
-	return uint64(size), nil
+	return nil
 }

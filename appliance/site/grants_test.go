@@ -32,6 +32,7 @@ import (
 	"github.com/better-compute/site-appliance/bmc/relay"
 	"github.com/better-compute/site-appliance/plugins/driver"
 	"github.com/better-compute/site-appliance/pxe/assign"
+	"github.com/better-compute/site-appliance/pxe/boots"
 	"github.com/better-compute/site-appliance/pxe/pxev1"
 )
 
@@ -46,6 +47,8 @@ type field struct {
 	state    string
 	box      *agent.Agent
 	stop     func()
+
+	decisions *assign.Store // the box's
 }
 
 const fieldRef = "secret://default/bmc"
@@ -121,6 +124,9 @@ func (f *field) start(join *trust.Join) {
 	f.must(err)
 	boot, err := assign.Open(filepath.Join(f.state, "assignments"))
 	f.must(err)
+	counts, err := boots.Open(filepath.Join(f.state, "boots"), windowOf(boot))
+	f.must(err)
+	f.decisions = boot
 	own, logOut, err := redfish.New(redfish.Options{Log: slog.New(slog.DiscardHandler)})
 	f.must(err)
 	r := relay.New(relay.Options{Book: book, BuiltIn: []*driver.Definition{own}})
@@ -131,6 +137,8 @@ func (f *field) start(join *trust.Join) {
 	f.must(err)
 	ctx, cancel := context.WithCancel(context.Background())
 	ended := make(chan struct{})
+	s := &site{Config: Config{Log: slog.New(slog.DiscardHandler)}, agent: f.box, assign: boot, boots: counts}
+	go s.tellDecisions(ctx)
 	go func() {
 		defer close(ended)
 		f.box.Run(ctx)

@@ -22,8 +22,8 @@ import (
 
 var siteOnly = []agentv1.Role{agentv1.Role_ROLE_SITE}
 
-// assigned is the event by which a gateway that is behind, such as one that was
-// restored, learns which version is in force.
+// assigned is the event by which the gateway learns which version is in force: one
+// that is behind, such as one that was restored, or of a box that lost its own.
 const assigned = "pxe.assigned"
 
 // assignKind replaces the site's boot decisions.

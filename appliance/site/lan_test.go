@@ -147,3 +147,11 @@ func TestPXEConfig(t *testing.T) {
 		}
 	}
 }
+
+// TestBindingsOf: a LAN that comes again has its bindings, and each has its own.
+func TestBindingsOf(t *testing.T) {
+	s := new(site)
+	if a, b := s.bindingsOf("eth1"), s.bindingsOf("eth2"); a != s.bindingsOf("eth1") || a == b {
+		t.Error("bindings are lost, or those of two LANs are one's")
+	}
+}

@@ -22,10 +22,14 @@ import (
 	"github.com/better-compute/site-appliance/appliance/agent"
 	"github.com/better-compute/site-appliance/appliance/agent/bootinfo"
 	"github.com/better-compute/site-appliance/appliance/api/agentv1"
+	"github.com/better-compute/site-appliance/appliance/artifact"
 	"github.com/better-compute/site-appliance/appliance/base/errs"
 	"github.com/better-compute/site-appliance/appliance/site/config"
 	"github.com/better-compute/site-appliance/pxe"
+	"github.com/better-compute/site-appliance/pxe/assign"
+	"github.com/better-compute/site-appliance/pxe/boots"
 	"github.com/better-compute/site-appliance/pxe/dhcp"
+	"github.com/better-compute/site-appliance/pxe/dhcp6"
 	"github.com/better-compute/site-appliance/pxe/files"
 	"github.com/better-compute/site-appliance/pxe/httpboot"
 	"github.com/better-compute/site-appliance/pxe/lease"
@@ -105,7 +109,7 @@ func (s *site) netboot(l lan) func(context.Context) error {
 		c.Interface, c.StateDir, c.Assign, c.Files = l.name, state, s.assign, files.Dir(s.NetbootDir)
 		c.ARM64Cmdline = arm64Cmdline
 		c.Cmdline, c.Boot, c.Artifacts, c.Event = ramdiskCmdline, s.bootArchive(), s.openArtifact, s.emit
-		c.Counts, c.Heard, c.Attempts, c.Syslog = s.boots, &s.heard, &s.attempts, &s.syslog
+		c.Counts, c.Heard, c.Attempts, c.Syslog, c.Bindings = s.boots, &s.heard, &s.attempts, &s.syslog, s.bindingsOf(l.name)
 		c.Now, c.Log = s.agent.Clock().Now, s.Log.With("part", "netboot", "lan", l.name)
 		err := pxe.Run(ctx, c)
 		// It is tried again; what stands in its way is told at home once.
@@ -115,6 +119,47 @@ func (s *site) netboot(l lan) func(context.Context) error {
 		}
 		return err
 	}
+}
+
+// bindingsOf are a LAN's addresses of IPv6, which last as long as the site.
+func (s *site) bindingsOf(lan string) *dhcp6.Bindings {
+	b, _ := s.bindings.LoadOrStore(lan, new(dhcp6.Bindings))
+	return b.(*dhcp6.Bindings)
+}
+
+// windowOf is the boot window that is in force for a machine, or any where the box has
+// no boot decisions (any more).
+func windowOf(decisions *assign.Store) func(machine string) (window string, ok bool) {
+	return func(machine string) (string, bool) {
+		if decisions.Version() == 0 {
+			return boots.AnyWindow, true
+		}
+		return decisions.Window(machine)
+	}
+}
+
+// tellEvery is how often a box says that it lost its boot decisions, until it has them.
+const tellEvery = 10 * time.Minute
+
+// tellDecisions has the gateway send the boot decisions again, where they are lost.
+func (s *site) tellDecisions(ctx context.Context) error {
+	for lostDecisions(s.assign, s.boots) {
+		s.emit(assigned, "state", "", map[string]uint64{"version": 0})
+		select {
+		case <-ctx.Done():
+			return nil
+		case <-time.After(tellEvery):
+		}
+	}
+	<-ctx.Done()
+	return nil
+}
+
+// lostDecisions says whether the box has no boot decisions and had some: their file was
+// damaged, now or at a start before, or is missing though boots were counted. One that
+// starts with nothing does not ask for windows in which it does not know what was booted.
+func lostDecisions(decisions *assign.Store, counts *boots.Store) bool {
+	return decisions.Version() == 0 && (decisions.Suspect() || counts.Any())
 }
 
 // explain says what a machine would get now. Every LAN boots from the same
@@ -184,6 +229,8 @@ func (s *site) gatewayAddrs() []string {
 	}
 	return addrs
 }
+
+var _ httpboot.Pieces = (*artifact.Reader)(nil)
 
 func (s *site) openArtifact(ctx context.Context, sha string) (io.ReadSeekCloser, int64, error) {
 	r, err := s.cache.Open(ctx, sha)

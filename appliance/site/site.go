@@ -74,6 +74,7 @@ type site struct {
 	heard    pxe.Heard
 	attempts attempts.Log
 	syslog   syslog.Store
+	bindings sync.Map // a LAN's *dhcp6.Bindings by its name
 	cache    *artifact.Cache
 	media    *mediaserver.Server // nil: BMCs are served none
 	mediaCA  map[string]string   // what the event says of its CA
@@ -122,7 +123,7 @@ func Run(ctx context.Context, c Config) error {
 	if s.assign, err = assign.Open(filepath.Join(s.scratch, "assignments.json")); err != nil {
 		return err
 	}
-	if s.boots, err = boots.Open(filepath.Join(s.scratch, "boots"), s.assign.Window); err != nil {
+	if s.boots, err = boots.Open(filepath.Join(s.scratch, "boots"), windowOf(s.assign)); err != nil {
 		return err
 	}
 	if err := s.boots.Damaged(); err != nil {
@@ -161,7 +162,7 @@ func Run(ctx context.Context, c Config) error {
 	s.agent, err = agent.New(agent.Config{
 		Role: agentv1.Role_ROLE_SITE, StateDir: agentState, Identity: identityCopy(c.IdentityDevice),
 		Join: join, Version: c.Version, Build: c.Build, Lanes: cfg.Lanes,
-		Drivers: hosting.Advertised(plugins), Kinds: append(kinds, assignKind(s.assign, s.emit), explainKind(s.explain), fetchKind(s.openArtifact), driverKind, confirmKind(desk)), Log: c.Log.With("part", "agent"),
+		Drivers: hosting.Advertised(plugins), Kinds: append(kinds, assignKind(s.assign, s.emit), explainKind(s.explain), fetchKind(s.prefetch), driverKind, confirmKind(desk)), Log: c.Log.With("part", "agent"),
 	})
 	if err != nil {
 		return err
@@ -174,7 +175,7 @@ func Run(ctx context.Context, c Config) error {
 	}
 	s.cache.Keep(func() map[string]bool { return s.assign.Named(s.now()) })
 	return supervise(ctx, c.Log, map[string]func(context.Context) error{
-		"agent": s.agent.Run, "media ca": s.tellCA, "problems": s.reportProblems, "protections": s.tellLost, "space": s.watchSpace,
+		"agent": s.agent.Run, "media ca": s.tellCA, "problems": s.reportProblems, "protections": s.tellLost, "boot decisions": s.tellDecisions, "space": s.watchSpace,
 		"ports": func(ctx context.Context) error { return s.watchPorts(ctx, cfg) },
 	})
 }

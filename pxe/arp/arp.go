@@ -8,8 +8,8 @@
 // reported to the leases, which take it out of use for a while and give the
 // next offer another. Answers are not proven: one MAC that answers for many
 // addresses, as a router with proxy ARP and an attacker do, is disbelieved and
-// what it claimed is given back; and what all of them together can take away is
-// bounded by the leases.
+// what it claimed is given back; and what all of them together can take away of a
+// range is bounded by the leases.
 package arp
 
 import (

@@ -319,6 +319,46 @@ func (f *findings) until(t *testing.T, ok func(all []Finding, log string) bool) 
 	}
 }
 
+// TestOfferedNeverWaits: an offer waits neither for a socket that takes nothing more
+// nor for a queue that is full.
+func TestOfferedNeverWaits(t *testing.T) {
+	fds, err := unix.Socketpair(unix.AF_UNIX, unix.SOCK_DGRAM|unix.SOCK_NONBLOCK|unix.SOCK_CLOEXEC, 0)
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { unix.Close(fds[1]) })
+	for err == nil {
+		_, err = unix.Write(fds[0], make([]byte, 42))
+	}
+	if !errors.Is(err, unix.EAGAIN) {
+		t.Fatalf("fill the socket: %v", err)
+	}
+	leases, err := lease.OpenDatabase(lease.Config{Path: filepath.Join(t.TempDir(), "leases"), Pools: []lease.Pool{{First: ip(10), Last: ip(49)}}})
+	if err != nil {
+		t.Fatal(err)
+	}
+	t.Cleanup(func() { leases.Close() })
+	p := &Prober{cfg: Config{Leases: leases, Log: slog.New(slog.DiscardHandler)}, sock: os.NewFile(uintptr(fds[0]), "blocked"),
+		offer: make(chan offer, 256), state: newMachine(), told: make(map[netip.Addr]time.Time)}
+	serve(t, p)
+	const offers = 10_000
+	offered := make(chan struct{})
+	go func() {
+		defer close(offered)
+		for i := range offers {
+			p.Offered(ip(i%4096), mac(i%4096))
+		}
+	}()
+	select {
+	case <-offered:
+	case <-time.After(time.Minute):
+		t.Fatal("an offer waits for its probe")
+	}
+	if n := len(p.offer); n < cap(p.offer)-1 { // one may be in the prober's hands
+		t.Errorf("%d offers wait to be probed, want a full queue of %d: the socket was not blocked", n, cap(p.offer))
+	}
+}
+
 // TestFindsWhoAnswers: a machine with an address of its own choice, which the
 // kernel answers for, loses nobody an offer.
 func TestFindsWhoAnswers(t *testing.T) {

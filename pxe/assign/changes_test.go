@@ -53,6 +53,8 @@ func TestChanges(t *testing.T) {
 		"a MAC under another's ramdisk":  {[]*pxev1.Machine{local("a", "52:54:00:00:00:09"), ramdisk("b", mac2, mac1), local("p", mac3)}, []string{"a", "b"}, false},
 		"a protected MAC under another":  {[]*pxev1.Machine{local("a", mac1), ramdisk("b", mac2, mac3)}, []string{"b", "p"}, true},
 		"a MAC moved at the disk":        {[]*pxev1.Machine{local("a", mac1, mac3), ramdisk("b", mac2)}, []string{"p"}, true},
+		"one more MAC in a window":       {[]*pxev1.Machine{local("a", mac1), ramdisk("b", mac2, "52:54:00:00:00:09"), local("p", mac3)}, []string{"b"}, false},
+		"one more MAC at the disk":       {[]*pxev1.Machine{local("a", mac1, "52:54:00:00:00:09"), ramdisk("b", mac2), local("p", mac3)}, nil, false},
 		"a MAC taken away":               {[]*pxev1.Machine{local("a", "52:54:00:00:00:09"), ramdisk("b", mac2), local("p", mac3)}, []string{"a"}, false},
 		"under another id":               {[]*pxev1.Machine{local("a", mac1), ramdisk("b2", mac2), local("p", mac3)}, []string{"b", "b2"}, false},
 	} {

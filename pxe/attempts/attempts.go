@@ -3,10 +3,12 @@ package attempts
 
 import (
 	"fmt"
+	"slices"
 	"strings"
 	"sync"
 	"time"
 
+	"github.com/better-compute/site-appliance/appliance/base/printable"
 	"github.com/better-compute/site-appliance/pxe/pxev1"
 )
 
@@ -28,6 +30,8 @@ type Step struct {
 	Stage, Client, Detail string
 	// Begins says that firmware asks, which is the start of a boot.
 	Begins bool
+	// Known says that somebody vouches for the machine.
+	Known bool
 }
 
 // Attempt is one boot.
@@ -43,19 +47,21 @@ type Log struct {
 }
 
 type machine struct {
+	known    bool
 	last     time.Time
 	attempts []Attempt
 }
 
-// Add notes a step. A flood of made-up MACs pushes out those that were quiet the longest.
+// Add notes a step. A flood of made-up MACs pushes out those that were quiet the
+// longest, and no machine that is known.
 func (l *Log) Add(mac, iface string, s Step) {
-	s.Client, s.Detail = printable(s.Client), printable(s.Detail)
+	s.Client, s.Detail = printable.ASCII(s.Client, maxText), printable.ASCII(s.Detail, maxText)
 	l.mu.Lock()
 	defer l.mu.Unlock()
 	m := l.byMAC[mac]
 	if m == nil {
-		if len(l.byMAC) >= maxMACs {
-			l.pushOut()
+		if len(l.byMAC) >= maxMACs && !l.pushOut(false) && (!s.Known || !l.pushOut(true)) {
+			return
 		}
 		if l.byMAC == nil {
 			l.byMAC = make(map[string]*machine)
@@ -63,14 +69,18 @@ func (l *Log) Add(mac, iface string, s Step) {
 		m = &machine{}
 		l.byMAC[mac] = m
 	}
-	m.last = s.At
+	m.last, m.known = s.At, s.Known
 	m.attempts = add(m.attempts, mac, iface, s)
 }
 
-// pushOut drops the quietest eighth at once, so that a flood does not look for one each time.
-func (l *Log) pushOut() {
+// pushOut drops the quietest eighth of those that are known or of the others at once,
+// so that a flood does not look for one each time, and says whether there was any.
+func (l *Log) pushOut(known bool) bool {
 	var oldest, newest time.Time
 	for _, m := range l.byMAC {
+		if m.known != known {
+			continue
+		}
 		if oldest.IsZero() || m.last.Before(oldest) {
 			oldest = m.last
 		}
@@ -79,18 +89,22 @@ func (l *Log) pushOut() {
 		}
 	}
 	until := oldest.Add(newest.Sub(oldest) / 8)
+	before := len(l.byMAC)
 	for mac, m := range l.byMAC {
-		if !m.last.After(until) {
+		if m.known == known && !m.last.After(until) {
 			delete(l.byMAC, mac)
 		}
 	}
+	return len(l.byMAC) < before
 }
 
 // add puts a step where it belongs.
 func add(attempts []Attempt, mac, iface string, s Step) []Attempt {
 	if len(attempts) == 0 || begins(attempts[len(attempts)-1], iface, s) {
 		attempts = append(attempts, Attempt{MAC: mac, Interface: iface})
-		attempts = attempts[max(0, len(attempts)-maxAttempts):]
+		if len(attempts) > maxAttempts {
+			attempts = slices.Delete(attempts, pushed(attempts), pushed(attempts)+1)
+		}
 	}
 	a := &attempts[len(attempts)-1]
 	if n := len(a.Steps); n > 0 && same(a.Steps[n-1], s) {
@@ -102,6 +116,25 @@ func add(attempts []Attempt, mac, iface string, s Step) []Attempt {
 	}
 	a.Steps = append(a.Steps, s)
 	return attempts
+}
+
+// pushed is the attempt that makes room: the oldest, but for the last one that was given
+// something to boot. A machine that asks for its disk over and over does not hide that.
+func pushed(attempts []Attempt) int {
+	for i := len(attempts) - 1; i > 0; i-- {
+		if attempts[i].booted() {
+			return 0
+		}
+	}
+	if attempts[0].booted() {
+		return 1
+	}
+	return 0
+}
+
+// booted says whether the machine fetched what is booted in the end.
+func (a Attempt) booted() bool {
+	return slices.ContainsFunc(a.Steps, func(s Step) bool { return s.Stage == "kernel" || s.Stage == "uki" || s.Stage == "iso" })
 }
 
 // begins says whether a step is not of the attempt before it any more.
@@ -186,14 +219,4 @@ func answered(detail string) bool {
 		}
 	}
 	return true
-}
-
-func printable(s string) string {
-	s = strings.Map(func(r rune) rune {
-		if r < ' ' || r > '~' {
-			return -1
-		}
-		return r
-	}, s[:min(len(s), 4*maxText)])
-	return s[:min(len(s), maxText)]
 }

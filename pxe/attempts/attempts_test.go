@@ -78,6 +78,83 @@ func TestBounds(t *testing.T) {
 	}
 }
 
+// TestBootIsNotHidden: a machine that asks for its disk over and over keeps the boot in
+// which it was given something, the last one and no more.
+func TestBootIsNotHidden(t *testing.T) {
+	for _, stage := range []string{"kernel", "uki", "iso"} {
+		var l Log
+		now := t0
+		attempt := func(stages ...string) {
+			now = now.Add(15 * time.Second)
+			l.Add("m", "lan0", Step{At: now, Stage: "dhcp", Begins: true})
+			for _, s := range stages {
+				l.Add("m", "lan0", Step{At: now, Stage: s})
+			}
+		}
+		for range 2 {
+			attempt("script", stage)
+			for range 5 * maxAttempts {
+				attempt("script")
+			}
+		}
+		all := l.Of("m", now)
+		var booted int
+		for _, a := range all {
+			if a.booted() {
+				booted++
+			}
+		}
+		if len(all) != maxAttempts || booted != 1 || !all[0].booted() || now.Sub(all[1].Steps[0].At) > maxAttempts*15*time.Second {
+			t.Errorf("%s: %d attempts, of them %d boots, want the last boot and the %d last", stage, len(all), booted, maxAttempts-1)
+		}
+	}
+}
+
+// TestKnownStay: made-up MACs push out each other, and a known machine one of them.
+func TestKnownStay(t *testing.T) {
+	var l Log
+	at := t0
+	add := func(mac string, known bool) []Attempt {
+		at = at.Add(time.Millisecond)
+		l.Add(mac, "lan0", Step{At: at, Stage: "dhcp", Known: known})
+		return l.Of(mac, at)
+	}
+	const known = 100
+	for i := range known {
+		add(fmt.Sprint("known ", i), true)
+	}
+	for i := range 3 * maxMACs {
+		if len(add(fmt.Sprint(i), false)) != 1 {
+			t.Fatalf("stranger %d is not remembered", i)
+		}
+	}
+	for i := range known {
+		if len(l.Of(fmt.Sprint("known ", i), at)) != 1 {
+			t.Fatal("made-up MACs push out a known machine")
+		}
+	}
+	for i := range 3 * maxMACs {
+		if len(add(fmt.Sprint("also known ", i), true)) != 1 {
+			t.Fatalf("known machine %d is not remembered", i)
+		}
+	}
+	if n := len(l.byMAC); n > maxMACs {
+		t.Errorf("%d MACs are remembered, more than %d", n, maxMACs)
+	}
+	for len(l.byMAC) < maxMACs {
+		add(fmt.Sprint("and ", len(l.byMAC)), true)
+	}
+	for mac, m := range l.byMAC {
+		if !m.known {
+			delete(l.byMAC, mac)
+			add("in place of "+mac, true)
+		}
+	}
+	if add("stranger", false) != nil {
+		t.Error("a stranger pushes out a known machine")
+	}
+}
+
 func TestWaitsFor(t *testing.T) {
 	for _, tt := range []struct {
 		stage, detail, want string

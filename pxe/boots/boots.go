@@ -28,6 +28,10 @@ const (
 	most = 8192
 )
 
+// AnyWindow stands for the one that is in force where that was lost as well: until
+// Settle, every window counts as it.
+const AnyWindow = "_any"
+
 // State is one machine's in one window.
 type State struct {
 	Window string
@@ -35,25 +39,30 @@ type State struct {
 	Done   bool
 }
 
-// Store keeps one small file for each machine. It is safe for concurrent use.
+// Store keeps one small file for each machine. It is safe for concurrent use. What it
+// knows it says at once; what it is told is on disk when the call returns.
 type Store struct {
 	dir     string
 	key     []byte
 	damaged []error
+	replace func(path string, data []byte, mode os.FileMode) error
 
+	// disk is held over a file's writing, and never taken with mu held.
+	disk     sync.Mutex
+	kept     map[string]State // what the files say, under disk
 	mu       sync.Mutex
 	machines map[string]State
 }
 
 // Open reads the folder and makes it if it is missing. A machine whose file is
 // damaged counts as done with the window that current names for it, the one that
-// is in force: a deployed machine must not be deployed again, and the next window
-// counts anew.
+// is in force, or AnyWindow: a deployed machine must not be deployed again, and the
+// next window counts anew.
 func Open(dir string, current func(machine string) (window string, ok bool)) (*Store, error) {
 	if err := os.MkdirAll(dir, 0o700); err != nil {
 		return nil, fmt.Errorf("make the folder of boots: %w", err)
 	}
-	s := &Store{dir: dir, machines: make(map[string]State)}
+	s := &Store{dir: dir, replace: atomicfile.Write, kept: make(map[string]State), machines: make(map[string]State)}
 	if err := s.loadKey(); err != nil {
 		return nil, err
 	}
@@ -78,6 +87,8 @@ func Open(dir string, current func(machine string) (window string, ok bool)) (*S
 			if err := s.write(machine, state); err != nil {
 				s.damaged = append(s.damaged, err)
 			}
+		} else {
+			s.kept[machine] = state
 		}
 		s.machines[machine] = state
 	}
@@ -114,7 +125,7 @@ func (s *Store) Damaged() error { return errors.Join(s.damaged...) }
 func (s *Store) Of(machine, window string) (boots int, done bool) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	if st := s.machines[machine]; st.Window == window {
+	if st := s.machines[machine]; st.Window == window || st.Window == AnyWindow {
 		return st.Boots, st.Done
 	}
 	return 0, false
@@ -134,45 +145,109 @@ func (s *Store) change(machine, window string, edit func(*State)) error {
 	if !validID(machine) || !validID(window) {
 		return fmt.Errorf("boots of machine %.80q in window %.80q are not kept", machine, window)
 	}
+	forgotten, err := s.remember(machine, window, edit)
+	if err != nil {
+		return err
+	}
+	if forgotten != "" {
+		_ = s.persist(forgotten) // what stays is read and forgotten again
+	}
+	return s.persist(machine)
+}
+
+// remember changes what is in memory, and names the stranger that was forgotten for it.
+func (s *Store) remember(machine, window string, edit func(*State)) (forgotten string, err error) {
 	s.mu.Lock()
 	defer s.mu.Unlock()
-	st := s.machines[machine]
+	st, known := s.machines[machine]
 	if st.Window != window {
 		st = State{Window: window}
 	}
 	edit(&st)
-	if _, known := s.machines[machine]; !known && len(s.machines) >= most && !s.giveWay(machine) {
-		return fmt.Errorf("boots of %d machines are kept; %s is one more", most, machine)
+	if !known && len(s.machines) >= most {
+		if forgotten = s.giveWay(machine); forgotten == "" {
+			return "", fmt.Errorf("boots of %d machines are kept; %s is one more", most, machine)
+		}
 	}
 	s.machines[machine] = st
-	return s.write(machine, st)
+	return forgotten, nil
 }
 
 // giveWay makes room for a machine by forgetting a stranger; for a stranger it does not.
-func (s *Store) giveWay(machine string) bool {
+func (s *Store) giveWay(machine string) (forgotten string) {
 	if decide.IsStranger(machine) {
-		return false
+		return ""
 	}
 	for other := range s.machines {
 		if decide.IsStranger(other) {
 			delete(s.machines, other)
-			_ = os.Remove(filepath.Join(s.dir, other+suffix)) // what stays is read and forgotten again
-			return true
+			return other
 		}
 	}
-	return false
+	return ""
+}
+
+// Settle has what stood for any window stand for the one that current names, once it is
+// known which is in force; where none is, there was nothing to lose.
+func (s *Store) Settle(current func(machine string) (window string, ok bool)) {
+	s.mu.Lock()
+	var settled []string
+	for machine, st := range s.machines {
+		if st.Window != AnyWindow {
+			continue
+		}
+		settled = append(settled, machine)
+		if window, ok := current(machine); ok {
+			s.machines[machine] = State{Window: window, Done: true}
+		} else {
+			delete(s.machines, machine)
+		}
+	}
+	s.mu.Unlock()
+	for _, machine := range settled {
+		_ = s.persist(machine) // what stays is read and settled again
+	}
+}
+
+// Any says whether the boots of any machine are kept.
+func (s *Store) Any() bool {
+	s.mu.Lock()
+	defer s.mu.Unlock()
+	return len(s.machines) > 0
 }
 
 // Keep forgets the machines that has says no to.
 func (s *Store) Keep(has func(machine string) bool) {
 	s.mu.Lock()
-	defer s.mu.Unlock()
+	var gone []string
 	for machine := range s.machines {
 		if !has(machine) {
 			delete(s.machines, machine)
-			_ = os.Remove(filepath.Join(s.dir, machine+suffix)) // what stays is read and forgotten again
+			gone = append(gone, machine)
 		}
 	}
+	s.mu.Unlock()
+	for _, machine := range gone {
+		_ = s.persist(machine) // what stays is read and forgotten again
+	}
+}
+
+// persist brings a machine's file to what is in memory by then: of many that come at
+// once, one writes all of it, and the others find it there.
+func (s *Store) persist(machine string) error {
+	s.disk.Lock()
+	defer s.disk.Unlock()
+	s.mu.Lock()
+	st, known := s.machines[machine]
+	s.mu.Unlock()
+	if !known {
+		delete(s.kept, machine)
+		return os.Remove(filepath.Join(s.dir, machine+suffix))
+	}
+	if kept, ok := s.kept[machine]; ok && kept == st {
+		return nil
+	}
+	return s.write(machine, st)
 }
 
 // Token is what the machine says with its posts that it is the one that was booted
@@ -190,11 +265,13 @@ func (s *Store) Holds(token, machine, window string) bool {
 
 // The file is one line: window, boots, done, and the SHA-256 of what is before it.
 func (s *Store) write(machine string, st State) error {
+	delete(s.kept, machine) // after an error nobody knows
 	line := fmt.Sprintf("%s %d %t ", st.Window, st.Boots, st.Done)
 	sum := sha256.Sum256([]byte(line))
-	if err := atomicfile.Write(filepath.Join(s.dir, machine+suffix), []byte(line+hex.EncodeToString(sum[:])+"\n"), 0o600); err != nil {
+	if err := s.replace(filepath.Join(s.dir, machine+suffix), []byte(line+hex.EncodeToString(sum[:])+"\n"), 0o600); err != nil {
 		return fmt.Errorf("keep the boots of machine %s: %w", machine, err)
 	}
+	s.kept[machine] = st
 	return nil
 }
 

@@ -35,8 +35,15 @@ const (
 // for concurrent use.
 type Memory struct {
 	mu    sync.Mutex
-	byMAC map[string]*[protocols]side
+	byMAC map[string]*machine
 	old   []string // the order of their coming
+}
+
+// machine is one, over each protocol. fetched is when it had all of our iPXE, over
+// whatever: it asks by all that it has.
+type machine struct {
+	sides   [protocols]side
+	fetched time.Time
 }
 
 // side is a machine over one protocol.
@@ -45,7 +52,7 @@ type side struct {
 	exchange         uint32
 	told             decide.Client
 	foreign, looping bool
-	// given is when our iPXE was named to an iPXE, and fetched when firmware had
+	// given is when our iPXE was named to an iPXE, and fetched when PXE firmware had
 	// all of it; as is who fetched.
 	given, fetched time.Time
 	as             decide.Client
@@ -68,32 +75,27 @@ func (c *Memory) Judge(p Protocol, mac string, x Exchange, told decide.Client, n
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	m := c.of(mac)
-	if h := &m[p]; h.exchange != x.ID && !x.Continued || h.told != told {
+	if h := &m.sides[p]; h.exchange != x.ID && !x.Continued || h.told != told {
 		h.exchange, h.told = x.ID, told
 		h.foreign, h.looping = find(m, p, told, now)
 	}
 	judged := told
-	judged.Foreign, judged.Looping = m[p].foreign, m[p].looping
+	judged.Foreign, judged.Looping = m.sides[p].foreign, m.sides[p].looping
 	return judged
 }
 
-func find(m *[protocols]side, p Protocol, told decide.Client, now time.Time) (foreign, looping bool) {
-	h := &m[p]
+func find(m *machine, p Protocol, told decide.Client, now time.Time) (foreign, looping bool) {
+	h := &m.sides[p]
 	recent := func(at time.Time, d time.Duration) bool { return !at.IsZero() && now.Sub(at) < d }
 	switch {
 	case told.Program == decide.IPXE:
 		h.again = 0
-		// By whichever protocol the firmware fetched it, iPXE asks by all that it has.
-		ours := recent(h.given, oursFor)
-		for _, s := range m {
-			ours = ours || recent(s.fetched, oursFor)
-		}
-		if !ours {
+		if !recent(h.given, oursFor) && !recent(m.fetched, oursFor) {
 			h.given = now
 			return true, false
 		}
 	case recent(h.fetched, againWithin) && h.as == told:
-		h.fetched = time.Time{} // the next fetch counts anew
+		h.fetched, m.fetched = time.Time{}, time.Time{} // the next fetch counts anew
 		if h.again++; h.again >= patience {
 			h.again = 0
 			return false, true
@@ -104,26 +106,35 @@ func find(m *[protocols]side, p Protocol, told decide.Client, now time.Time) (fo
 	return false, false
 }
 
-// Loaded notes that the machine has all of our iPXE, which it was told of over p.
+// Loaded notes that the machine has all of our iPXE by PXE, which it was told of over p.
 func (c *Memory) Loaded(p Protocol, mac string, now time.Time) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
-	h := &c.of(mac)[p]
-	h.fetched, h.as = now, h.told
+	m := c.of(mac)
+	h := &m.sides[p]
+	m.fetched, h.fetched, h.as = now, now, h.told
 }
 
-func (c *Memory) of(mac string) *[protocols]side {
+// LoadedHTTP notes that the machine has all of it by HTTP. That is no PXE firmware's
+// doing, which is all that is taken to loop.
+func (c *Memory) LoadedHTTP(mac string, now time.Time) {
+	c.mu.Lock()
+	defer c.mu.Unlock()
+	c.of(mac).fetched = now
+}
+
+func (c *Memory) of(mac string) *machine {
 	if h := c.byMAC[mac]; h != nil {
 		return h
 	}
 	if c.byMAC == nil {
-		c.byMAC = make(map[string]*[protocols]side)
+		c.byMAC = make(map[string]*machine)
 	}
 	if len(c.old) >= maxChains {
 		delete(c.byMAC, c.old[0])
 		c.old = c.old[1:]
 	}
-	h := new([protocols]side)
+	h := new(machine)
 	c.byMAC[mac], c.old = h, append(c.old, mac)
 	return h
 }

@@ -15,7 +15,7 @@ var t0 = time.Date(2026, 3, 1, 12, 0, 0, 0, time.UTC)
 func TestJudge(t *testing.T) {
 	type step struct {
 		p     Protocol
-		what  string // ipxe, pxe, loaded
+		what  string // ipxe, pxe, loaded, http
 		after time.Duration
 		want  string
 	}
@@ -31,6 +31,13 @@ func TestJudge(t *testing.T) {
 			{DHCPv4, "pxe", 0, ""}, {DHCPv4, "loaded", time.Second, ""}, {DHCPv6, "pxe", time.Minute, ""}, {DHCPv6, "loaded", time.Second, ""},
 			{DHCPv4, "pxe", time.Minute, ""}, {DHCPv4, "loaded", time.Second, ""}, {DHCPv6, "pxe", time.Minute, ""},
 		},
+		"our iPXE after HTTP boot, by each protocol": {
+			{DHCPv6, "http", 0, ""}, {DHCPv4, "ipxe", time.Second, ""}, {DHCPv6, "ipxe", 0, ""},
+		},
+		"firmware goes on from PXE, which fetches nothing, to HTTP boot and again": {
+			{DHCPv4, "pxe", 0, ""}, {DHCPv4, "http", time.Second, ""}, {DHCPv4, "pxe", time.Second, ""}, {DHCPv4, "http", time.Second, ""},
+			{DHCPv4, "pxe", time.Second, ""}, {DHCPv4, "http", time.Second, ""}, {DHCPv4, "pxe", time.Second, ""},
+		},
 		"an iPXE that hides, by DHCPv6": {
 			{DHCPv6, "pxe", 0, ""}, {DHCPv6, "loaded", time.Second, ""}, {DHCPv6, "pxe", time.Second, ""}, {DHCPv6, "loaded", time.Second, ""},
 			{DHCPv6, "pxe", time.Second, "looping"},
@@ -40,8 +47,12 @@ func TestJudge(t *testing.T) {
 		now := t0
 		for i, st := range steps {
 			now = now.Add(st.after)
-			if st.what == "loaded" {
+			switch st.what {
+			case "loaded":
 				c.Loaded(st.p, "m", now)
+				continue
+			case "http":
+				c.LoadedHTTP("m", now)
 				continue
 			}
 			told := decide.Client{Program: decide.IPXE, Arch: decide.X64}

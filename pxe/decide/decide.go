@@ -10,6 +10,7 @@ import (
 	"time"
 
 	"github.com/better-compute/site-appliance/pxe/files"
+	"github.com/better-compute/site-appliance/pxe/mandate"
 	"github.com/better-compute/site-appliance/pxe/productuuid"
 	"github.com/better-compute/site-appliance/pxe/pxev1"
 )
@@ -201,16 +202,13 @@ func (r Request) expected(e *pxev1.Expected) bool {
 	return same || e.GetMac() != "" && strings.EqualFold(e.GetMac(), r.MAC)
 }
 
-// stranger begins the id of an unknown machine.
-const stranger = "mac-"
-
 // IsStranger says whether an id is of an unknown machine: whoever is on the LAN can
 // make them up.
-func IsStranger(machineID string) bool { return strings.HasPrefix(machineID, stranger) }
+func IsStranger(machineID string) bool { return strings.HasPrefix(machineID, mandate.StrangerPrefix) }
 
 // Stranger is what an unknown machine counts as where strangers are inspected.
 func Stranger(mac string, u *pxev1.Unknown) *pxev1.Machine {
-	return &pxev1.Machine{MachineId: stranger + strings.ReplaceAll(mac, ":", ""), Macs: []string{mac}, Action: pxev1.Action_ACTION_RAMDISK,
+	return &pxev1.Machine{MachineId: mandate.StrangerPrefix + strings.ReplaceAll(mac, ":", ""), Macs: []string{mac}, Action: pxev1.Action_ACTION_RAMDISK,
 		Purpose: "inspect", WindowId: u.GetWindowId(), WindowUntilMs: u.GetWindowUntilMs()}
 }
 
@@ -309,7 +307,7 @@ func iso(r Request, m *pxev1.Machine) Decision {
 	case c.Arch == ARM64 && c.Program != HTTPBoot:
 		return deny("a disc image boots on arm64 by HTTP boot only")
 	case c.Program == GRUB || isGRUB(r.loader()) && c.Program != HTTPBoot:
-		return deny("a disc image boots by shim and GRUB by HTTP boot only: GRUB gives no drives out")
+		return deny("a disc image boots by shim and GRUB by HTTP boot only: GRUB gives no drives out, which the loaders snponly and ipxe do")
 	case c.Program == HTTPBoot && c.Arch.uefi():
 		fits, told := fitsRAM(m.GetIso().GetSize(), m.GetRamBytes(), c.Arch)
 		if fits {

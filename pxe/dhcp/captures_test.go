@@ -92,7 +92,7 @@ func TestCaptures(t *testing.T) {
 				wants(addresses[req.ClientHWAddr.String()])(req) // the other server had offered another
 				m.data = req.ToBytes()
 			}
-			a, b, ok := s.respond(packetIn{m.data, source{m.from, m.to.Port() == proxyPort}})
+			a, b, ok := s.respond(packetIn{m.data, source{addr: m.from, proxy: m.to.Port() == proxyPort}})
 			if !ok {
 				got = append(got, "-")
 				continue
@@ -146,12 +146,13 @@ func FuzzDHCPv4(f *testing.F) {
 		}))
 	}
 	f.Fuzz(func(t *testing.T, raw []byte, proxy bool) {
-		limiter := limit.New()
+		limits := limit.NewApart()
 		for _, s := range servers {
-			if !s.sort(limiter, raw, source{netip.MustParseAddrPort("10.77.0.9:68"), proxy}, t0) {
+			if !s.sort(limits, raw, source{addr: netip.MustParseAddrPort("10.77.0.9:68"), proxy: proxy}, t0) {
 				continue
 			}
-			a, b, ok := s.respond(<-s.first)
+			p, _ := s.in.Next(t.Context())
+			a, b, ok := s.respond(p)
 			if !ok {
 				continue
 			}

@@ -4,10 +4,10 @@ import (
 	"encoding/binary"
 	"fmt"
 	"slices"
-	"strings"
 
 	"github.com/insomniacslk/dhcp/dhcpv4"
 
+	"github.com/better-compute/site-appliance/appliance/base/printable"
 	"github.com/better-compute/site-appliance/pxe/decide"
 )
 
@@ -29,7 +29,7 @@ const optionIPXE = 175
 
 // classify reads who asks, from what real firmware sends.
 func classify(req *dhcpv4.DHCPv4) Who {
-	w := Who{MAC: req.ClientHWAddr.String(), UUID: uuid(req), Class: printable(req.ClassIdentifier(), 64), Hostname: printable(req.HostName(), 64)}
+	w := Who{MAC: req.ClientHWAddr.String(), UUID: uuid(req), Class: printable.ASCII(req.ClassIdentifier(), 64), Hostname: printable.ASCII(req.HostName(), 64)}
 	var archs []uint16
 	for _, a := range req.ClientArch() {
 		archs = append(archs, uint16(a))
@@ -52,14 +52,4 @@ func uuid(req *dhcpv4.DHCPv4) string {
 	}
 	return fmt.Sprintf("%08x-%04x-%04x-%x-%x", binary.LittleEndian.Uint32(b), binary.LittleEndian.Uint16(b[4:]),
 		binary.LittleEndian.Uint16(b[6:]), b[8:10], b[10:16])
-}
-
-func printable(s string, most int) string {
-	s = strings.Map(func(r rune) rune {
-		if r < ' ' || r > '~' {
-			return -1
-		}
-		return r
-	}, s)
-	return s[:min(len(s), most)]
 }

@@ -23,6 +23,7 @@ import (
 	"github.com/insomniacslk/dhcp/iana"
 	"github.com/insomniacslk/dhcp/rfc1035label"
 
+	"github.com/better-compute/site-appliance/appliance/base/printable"
 	"github.com/better-compute/site-appliance/pxe/chain"
 	"github.com/better-compute/site-appliance/pxe/decide"
 	"github.com/better-compute/site-appliance/pxe/lease"
@@ -63,6 +64,9 @@ type Ask struct {
 	// Server is the box's address as the machine reaches it.
 	Server netip.Addr
 	Step   Step
+	// Asked is when a client that has no address yet asked, as far as it was surely this
+	// one; zero otherwise.
+	Asked time.Time
 }
 
 // Config is one interface's DHCP.
@@ -84,6 +88,8 @@ type Config struct {
 	Known func(mac string) bool
 	// Name is a machine's host name, empty for none.
 	Name func(mac string) string
+	// Heard is told who asks, before that is answered; it may be nil.
+	Heard func(Who)
 	// Boot says what who gets to boot: a file name or URL of at most 127 bytes,
 	// empty for nothing. Called from the server's loop: it must not block.
 	Boot func(Ask) string
@@ -92,8 +98,8 @@ type Config struct {
 	// Seen is told of each machine that was given an address on a BMC network.
 	Seen func(who Who, ip netip.Addr)
 	// Declined is told of each address that the machine with a lease of it found in
-	// use; it may be nil.
-	Declined func(mac string, ip netip.Addr)
+	// use, and whether it is kept for it all the same; it may be nil.
+	Declined func(mac string, ip netip.Addr, kept bool)
 	// Foreign is told of other servers in mode Authoritative, of each at most once
 	// in ten minutes.
 	Foreign func(Foreign)
@@ -110,6 +116,8 @@ type source struct {
 	addr netip.AddrPort
 	// proxy says that it came to the proxy's own port, 4011.
 	proxy bool
+	// at is when it came; zero where it came from another MAC than it names.
+	at time.Time
 }
 
 // answer is a reply and its way.
@@ -136,7 +144,7 @@ var (
 
 // route picks the way of RFC 2131, section 4.1. What came to the proxy's port
 // goes back to where it came from: EDK2 asks there from the same port.
-func route(req, reply *dhcpv4.DHCPv4, from source) target {
+func route(req, reply *dhcpv4.DHCPv4, from source, network netip.Prefix) target {
 	all := target{mac: broadcastMAC, addr: netip.AddrPortFrom(everyone, dhcpv4.ClientPort)}
 	if from.proxy && from.addr.IsValid() && !from.addr.Addr().IsUnspecified() {
 		return target{addr: from.addr, proxy: true}
@@ -147,12 +155,16 @@ func route(req, reply *dhcpv4.DHCPv4, from source) target {
 	if reply.MessageType() == dhcpv4.MessageTypeNak {
 		return all
 	}
-	if ip, ok := addr(req.ClientIPAddr); ok {
+	// What the client says that it has counts where it was given that. Where it was given
+	// nothing, as by an INFORM's answer and a proxy's, any address of the network does: a
+	// made-up one costs an ARP request of the kernel's.
+	given, gives := addr(reply.YourIPAddr)
+	if ip, ok := addr(req.ClientIPAddr); ok && network.Contains(ip) && (!gives || ip == given) {
 		return target{addr: netip.AddrPortFrom(ip, dhcpv4.ClientPort)}
 	}
-	if ip, ok := addr(reply.YourIPAddr); ok && !req.IsBroadcast() {
+	if gives && !req.IsBroadcast() {
 		// The client has no address yet and answers no ARP: the frame is made by hand.
-		return target{mac: req.ClientHWAddr, addr: netip.AddrPortFrom(ip, dhcpv4.ClientPort)}
+		return target{mac: req.ClientHWAddr, addr: netip.AddrPortFrom(given, dhcpv4.ClientPort)}
 	}
 	return all
 }
@@ -189,6 +201,9 @@ func (s *Server) handle(req *dhcpv4.DHCPv4, from source) (answer, bool) {
 	if s.known(r.mac) {
 		r.who.Client = s.cfg.Chains.Judge(chain.DHCPv4, r.mac, chain.Exchange{ID: binary.BigEndian.Uint32(req.TransactionID[:])}, r.who.Client, s.cfg.Now())
 	}
+	if s.cfg.Heard != nil {
+		s.cfg.Heard(r.who)
+	}
 	var reply *dhcpv4.DHCPv4
 	switch {
 	case s.cfg.Mode == Proxy:
@@ -201,7 +216,7 @@ func (s *Server) handle(req *dhcpv4.DHCPv4, from source) (answer, bool) {
 		return answer{}, false
 	}
 	kept := reply.MessageType() == dhcpv4.MessageTypeAck && s.cfg.Mode != Proxy && req.MessageType() == dhcpv4.MessageTypeRequest
-	return answer{reply: reply, to: route(req, reply, from), most: room(req), kept: kept}, true
+	return answer{reply: reply, to: route(req, reply, from, r.subnet.Network), most: room(req), kept: kept}, true
 }
 
 func (s *Server) known(mac string) bool { return s.cfg.Known != nil && s.cfg.Known(mac) }
@@ -216,7 +231,7 @@ func (s *Server) subnetOf(r request) *Subnet {
 		n := pick(s.cfg.Relayed, r.agent)
 		if n == nil {
 			s.cfg.Log.Debug("DHCP request dropped: no relay section is for it", "mac", r.mac, "giaddr", r.agent.giaddr.String(),
-				"link", r.agent.link.String(), "circuit", printable(string(r.agent.circuit), 64))
+				"link", r.agent.link.String(), "circuit", printable.ASCII(string(r.agent.circuit), 64))
 		}
 		return n
 	}
@@ -246,7 +261,7 @@ func (s *Server) lease(r request) *dhcpv4.DHCPv4 {
 			s.refused(r, "DHCP request not answered", err)
 			return nil
 		}
-		if s.cfg.Offered != nil && !r.agent.giaddr.IsValid() {
+		if s.asks(r) {
 			s.cfg.Offered(ip, r.mac)
 		}
 		return s.reply(r, dhcpv4.MessageTypeOffer, ip, leaseTime)
@@ -262,21 +277,37 @@ func (s *Server) lease(r request) *dhcpv4.DHCPv4 {
 			return s.reply(r, dhcpv4.MessageTypeAck, netip.Addr{}, 0)
 		}
 	case dhcpv4.MessageTypeRelease:
-		if ip, ok := addr(r.ClientIPAddr); ok && !other {
+		if ip, ok := addr(r.ClientIPAddr); ok && !other && r.subnet.Network.Contains(ip) {
 			s.cfg.Leases.Release(r.mac, ip)
 		}
 	case dhcpv4.MessageTypeDecline:
-		if ip, ok := addr(r.RequestedIPAddress()); ok && !other {
-			if s.cfg.Leases.Decline(r.mac, ip) {
-				s.cfg.Log.Warn("DHCP address declined: another machine uses it", "mac", r.mac, "ip", ip.String())
-				if s.cfg.Declined != nil {
-					s.cfg.Declined(r.mac, ip)
-				}
-			}
+		if ip, ok := addr(r.RequestedIPAddress()); ok && !other && r.subnet.Network.Contains(ip) {
+			s.declined(r, ip)
 		}
 	}
 	return nil
 }
+
+func (s *Server) declined(r request, ip netip.Addr) {
+	declined, kept := s.cfg.Leases.Decline(r.mac, ip, s.asks(r))
+	if !declined {
+		return
+	}
+	if kept {
+		s.cfg.Offered(ip, r.mac) // who is there answers
+	}
+	level := slog.LevelWarn
+	if told := !s.known(r.mac) && s.told("DHCP address declined"); told {
+		level = slog.LevelDebug
+	} else if s.cfg.Declined != nil {
+		s.cfg.Declined(r.mac, ip, kept)
+	}
+	s.cfg.Log.Log(context.Background(), level, "DHCP address declined: another machine uses it", "mac", r.mac, "ip", ip.String(), "kept", kept)
+}
+
+// asks says whether somebody asks who is at an address of the client's network: behind
+// a relay nobody can.
+func (s *Server) asks(r request) bool { return s.cfg.Offered != nil && !r.agent.giaddr.IsValid() }
 
 // request answers the states of RFC 2131, section 4.3.2.
 func (s *Server) request(r request) *dhcpv4.DHCPv4 {
@@ -401,7 +432,13 @@ func (s *Server) boots(r request, kind dhcpv4.MessageType, ip netip.Addr) string
 	case kind == dhcpv4.MessageTypeOffer:
 		step = Offered
 	}
-	file := s.cfg.Boot(Ask{Who: r.who, IP: ip, Server: r.subnet.Server, Step: step})
+	ask := Ask{Who: r.who, IP: ip, Server: r.subnet.Server, Step: step}
+	// Of what relays and routers pass on, and of what comes to port 4011, the sender is not
+	// looked at; a client with an address renews it.
+	if _, has := addr(r.ClientIPAddr); !has && !r.from.proxy && !r.agent.giaddr.IsValid() {
+		ask.Asked = r.from.at
+	}
+	file := s.cfg.Boot(ask)
 	if len(file) >= 128 {
 		s.cfg.Log.Error("DHCP boot file left out: its name is too long", "mac", r.mac, "file", file)
 		return ""

@@ -396,6 +396,8 @@ func TestRoute(t *testing.T) {
 	plain.SetUnicast()
 	renew, _ := dhcpv4.New(dhcpv4.WithHwAddr(plain.ClientHWAddr), dhcpv4.WithMessageType(dhcpv4.MessageTypeRequest), dhcpv4.WithClientIP(net.IPv4(10, 77, 0, 160)))
 	foreign, _ := dhcpv4.New(dhcpv4.WithHwAddr(plain.ClientHWAddr), dhcpv4.WithMessageType(dhcpv4.MessageTypeRequest), dhcpv4.WithClientIP(net.IPv4(192, 0, 2, 1)))
+	inform := message(t, dhcpv4.MessageTypeInform, dhcpv4.WithClientIP(ip4("10.77.0.161")))
+	lies := message(t, dhcpv4.MessageTypeDiscover, dhcpv4.WithClientIP(ip4("10.77.0.162")))
 	for _, tt := range []struct {
 		name    string
 		req     *dhcpv4.DHCPv4
@@ -404,6 +406,8 @@ func TestRoute(t *testing.T) {
 		{"no flag: a frame to the MAC", plain, "52:54:00:00:00:01", "yiaddr"},
 		{"broadcast flag", flagged, "ff:ff:ff:ff:ff:ff", "255.255.255.255"},
 		{"renewal: by the kernel", renew, "", "10.77.0.160"},
+		{"INFORM: by the kernel", inform, "", "10.77.0.161"},
+		{"another address than it has: a frame to the MAC", lies, "52:54:00:00:00:01", "yiaddr"},
 		{"NAK: to all", foreign, "ff:ff:ff:ff:ff:ff", "255.255.255.255"},
 	} {
 		reply, got := askFrom(t, s, tt.req, source{})

@@ -19,9 +19,10 @@ import (
 
 // Foreign is a DHCP server on the wire that is not the box.
 type Foreign struct {
-	// Server is its identifier, and MAC the client that it was seen with.
-	Server netip.Addr
-	MAC    string
+	// Server is its identifier, ServerMAC where its answer came from, empty if it was
+	// only named by a client, and MAC the client that it was seen with.
+	Server         netip.Addr
+	ServerMAC, MAC string
 	// Offered is the address that it gave, not valid if it was only named by a client.
 	Offered netip.Addr
 }
@@ -94,15 +95,16 @@ func listen(iface string, filter []unix.SockFilter, promiscuous bool) (*listener
 
 func (l *listener) Close() error { return l.file.Close() }
 
-// next is the next message of a server to a client; what is none is passed over.
-func (l *listener) next(buf []byte) (*dhcpv4.DHCPv4, error) {
+// next is the next message of a server to a client, and the MAC that it came from;
+// what is none is passed over.
+func (l *listener) next(buf []byte) (*dhcpv4.DHCPv4, net.HardwareAddr, error) {
 	for {
-		n, _, err := l.receive(buf)
+		n, from, err := l.receive(buf)
 		if err != nil {
-			return nil, err
+			return nil, nil, err
 		}
 		if d, err := dhcpv4.FromBytes(payload(buf[:n])); err == nil && d.OpCode == dhcpv4.OpcodeBootReply {
-			return d, nil
+			return d, from.Addr[:6], nil
 		}
 	}
 }
@@ -124,7 +126,7 @@ func payload(b []byte) []byte {
 }
 
 // foreignIn is the server that a message to a client is of, false for the box's own.
-func foreignIn(d *dhcpv4.DHCPv4, own func(netip.Addr) bool) (Foreign, bool) {
+func foreignIn(d *dhcpv4.DHCPv4, from net.HardwareAddr, own func(netip.Addr) bool) (Foreign, bool) {
 	switch d.MessageType() {
 	case dhcpv4.MessageTypeOffer, dhcpv4.MessageTypeAck:
 	default:
@@ -134,7 +136,7 @@ func foreignIn(d *dhcpv4.DHCPv4, own func(netip.Addr) bool) (Foreign, bool) {
 	if !ok || own(server) {
 		return Foreign{}, false
 	}
-	f := Foreign{Server: server, MAC: d.ClientHWAddr.String()}
+	f := Foreign{Server: server, ServerMAC: from.String(), MAC: d.ClientHWAddr.String()}
 	f.Offered, _ = addr(d.YourIPAddr)
 	return f, true
 }
@@ -184,7 +186,7 @@ func Probe(ctx context.Context, iface string, own netip.Addr, p Probing) error {
 		}
 		_ = l.file.SetReadDeadline(time.Now().Add(wait))
 		for {
-			d, err := l.next(buf)
+			d, from, err := l.next(buf)
 			if errors.Is(err, os.ErrDeadlineExceeded) {
 				break
 			}
@@ -194,7 +196,7 @@ func Probe(ctx context.Context, iface string, own netip.Addr, p Probing) error {
 			if err != nil {
 				return fmt.Errorf("probe for DHCP servers: %w", err)
 			}
-			if found, ok := foreignIn(d, func(a netip.Addr) bool { return a == own }); ok && ask.isAnswer(d) {
+			if found, ok := foreignIn(d, from, func(a netip.Addr) bool { return a == own }); ok && ask.isAnswer(d) {
 				return &ForeignError{iface, found}
 			}
 		}

@@ -12,6 +12,9 @@ import (
 
 	"github.com/insomniacslk/dhcp/dhcpv4"
 	"github.com/insomniacslk/dhcp/iana"
+
+	"github.com/better-compute/site-appliance/pxe/chain"
+	"github.com/better-compute/site-appliance/pxe/limit"
 )
 
 // bootFile is what every client of these tests boots.
@@ -76,7 +79,7 @@ func TestProxy(t *testing.T) {
 	const discover, request, inform = dhcpv4.MessageTypeDiscover, dhcpv4.MessageTypeRequest, dhcpv4.MessageTypeInform
 	leased := captured(t, "edk2-uefi-request")
 	names("10.77.0.2")(leased)
-	at := func(s string, proxy bool) source { return source{netip.MustParseAddrPort(s), proxy} }
+	at := func(s string, proxy bool) source { return source{addr: netip.MustParseAddrPort(s), proxy: proxy} }
 	for _, tt := range []struct {
 		name  string
 		req   *dhcpv4.DHCPv4
@@ -102,6 +105,7 @@ func TestProxy(t *testing.T) {
 		{"a BIOS ROM that asks the proxy on 67 (built)", message(t, request, fromBIOS, names("10.77.0.1"), wants("10.77.0.150")), source{}, dhcpv4.MessageTypeAck, "undionly.kpxe", "PXEClient", "255.255.255.255:68"},
 		{"EDK2 HTTP boot (built)", message(t, discover, fromHTTP), source{}, dhcpv4.MessageTypeOffer, "http://10.77.0.1/boot/snponly.efi", "HTTPClient", "255.255.255.255:68"},
 		{"an INFORM of PXE (built)", message(t, inform, fromUEFI, dhcpv4.WithClientIP(ip4("10.77.0.234"))), at("10.77.0.234:68", false), dhcpv4.MessageTypeAck, "snponly.efi", "PXEClient", "10.77.0.234:68"},
+		{"an INFORM from an address of no network here: to all", message(t, inform, fromUEFI, dhcpv4.WithClientIP(ip4("192.0.2.9"))), source{}, dhcpv4.MessageTypeAck, "snponly.efi", "PXEClient", "255.255.255.255:68"},
 		{"a system", message(t, discover), source{}, 0, "", "", ""},
 		{"a system's REQUEST naming the box", message(t, request, names("10.77.0.1"), wants("10.77.0.150")), source{}, 0, "", "", ""},
 		{"a system that renews what is not the box's: no NAK", message(t, request, dhcpv4.WithClientIP(ip4("10.77.0.170"))), source{}, 0, "", "", ""},
@@ -571,7 +575,7 @@ func TestChains(t *testing.T) {
 		for i, st := range steps {
 			now = now.Add(st.after)
 			if st.what == "load" {
-				s.Loaded(mac)
+				s.cfg.Chains.Loaded(chain.DHCPv4, mac, s.cfg.Now())
 				continue
 			}
 			mod := fromIPXE
@@ -593,6 +597,52 @@ func TestChains(t *testing.T) {
 					t.Errorf("%s: step %d, %s of %s = %q, want %q", name, i+1, kind, st.what, got, st.want)
 				}
 			}
+		}
+	}
+}
+
+// TestAsked: that a client begins is said of what came from the MAC that it names, on the
+// wire itself and to port 67, and that has no address yet.
+func TestAsked(t *testing.T) {
+	const discover, request = dhcpv4.MessageTypeDiscover, dhcpv4.MessageTypeRequest
+	selects := func(more ...dhcpv4.Modifier) *dhcpv4.DHCPv4 {
+		return message(t, request, append([]dhcpv4.Modifier{fromUEFI, wants("10.77.0.150")}, more...)...)
+	}
+	for _, tt := range []struct {
+		name    string
+		mode    Mode
+		req     *dhcpv4.DHCPv4
+		proxy   bool
+		strange bool
+		want    bool
+	}{
+		{"itself", Authoritative, selects(), false, false, true},
+		{"a proxy", Proxy, message(t, discover, fromUEFI), false, false, true},
+		{"a proxy's port", Proxy, message(t, request, fromUEFI), true, false, false},
+		{"another", Authoritative, selects(), false, true, false},
+		{"who renews", Authoritative, message(t, request, fromUEFI, dhcpv4.WithClientIP(ip4("10.77.0.150"))), false, false, false},
+		{"a relay", Authoritative, message(t, discover, fromUEFI, dhcpv4.WithGatewayIP(ip4("10.5.0.1"))), false, false, false},
+	} {
+		var asked []Ask
+		s := testServer(t, bootFile, func(c *Config) { c.Mode = tt.mode })
+		s.cfg.Boot = func(a Ask) string { asked = append(asked, a); return "file" }
+		from, limits := source{addr: netip.MustParseAddrPort("10.77.0.150:68"), proxy: tt.proxy}, limit.NewApart()
+		if tt.strange {
+			s.sortStrange(limits, tt.req.ToBytes(), [6]byte{2, 6, 6, 6, 6, 6}, from.addr, t0)
+		} else {
+			s.sort(limits, tt.req.ToBytes(), from, t0)
+		}
+		p, ok := s.in.Next(t.Context())
+		if !ok {
+			t.Fatal("no packet")
+		}
+		s.respond(p)
+		want := time.Time{}
+		if tt.want {
+			want = t0
+		}
+		if len(asked) != 1 || !asked[0].Asked.Equal(want) {
+			t.Errorf("%s: asked %v, want once, at %v", tt.name, asked, want)
 		}
 	}
 }

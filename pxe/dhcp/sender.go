@@ -24,8 +24,8 @@ import (
 const fromEthernet = ^uint32(0x200000 - 1)
 
 // sameSender is the end of a filter: same if the frame comes from the MAC that
-// stands at, else other. Both are what the filter keeps. X, if it is used, is in
-// scratch place 2.
+// stands at, else other. Both are what the filter keeps. at may use X; scratch
+// places 0 and 1 are taken.
 func sameSender(at func(offset uint32) []unix.SockFilter, same, other uint32) []unix.SockFilter {
 	const hardware = 28
 	prog := append(at(hardware), unix.SockFilter{Code: unix.BPF_ST, K: 0})
@@ -92,7 +92,7 @@ func onlyOwn(conn *net.UDPConn) error {
 // meant: boxes and others that look for servers make up a MAC, and what a machine
 // behind a relay renews comes from its router.
 func (s *Server) readStrange(ctx context.Context, strangers *listener) error {
-	limiter := limit.New()
+	limits := limit.NewApart()
 	buf := make([]byte, maxPacket)
 	for {
 		n, from, err := strangers.receive(buf)
@@ -109,18 +109,18 @@ func (s *Server) readStrange(ctx context.Context, strangers *listener) error {
 		}
 		head := buf[int(buf[0]&0xf)*4:]
 		at := netip.AddrPortFrom(netip.AddrFrom4([4]byte(buf[source:])), uint16(head[0])<<8|uint16(head[1]))
-		s.sortStrange(limiter, data, [6]byte(from.Addr[:6]), at, time.Now())
+		s.sortStrange(limits, data, [6]byte(from.Addr[:6]), at, time.Now())
 	}
 }
 
-func (s *Server) sortStrange(limiter *limit.Limiter, data []byte, frame [6]byte, from netip.AddrPort, now time.Time) bool {
+func (s *Server) sortStrange(limits limit.Apart, data []byte, frame [6]byte, from netip.AddrPort, now time.Time) bool {
 	const ciaddr, hardware = 12, 28
 	mac := [6]byte(data[hardware:])
 	if name := net.HardwareAddr(mac[:]).String(); s.known(name) && holding(s.cfg.Relayed, netip.AddrFrom4([4]byte(data[ciaddr:]))) == nil {
 		s.drop("another MAC, "+net.HardwareAddr(frame[:]).String()+", speaks for the machine", name)
 		return false
 	}
-	return s.enqueue(limiter, mac, data, source{addr: from}, now)
+	return s.enqueue(limits, mac, data, source{addr: from}, now)
 }
 
 // receive is the next packet, and who sent it.

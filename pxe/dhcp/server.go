@@ -15,15 +15,13 @@ import (
 
 	"github.com/better-compute/site-appliance/appliance/base/bound"
 	"github.com/better-compute/site-appliance/pxe/chain"
+	"github.com/better-compute/site-appliance/pxe/inbox"
 	"github.com/better-compute/site-appliance/pxe/limit"
 )
 
 const (
 	// proxyPort is the one that firmware asks a proxy on.
 	proxyPort = 4011
-	// Waiting packets of known machines, and of others. What does not fit is lost,
-	// and clients ask again.
-	maxKnown, maxUnknown = 512, 2048
 	// receiveBuffer takes a burst while a packet is answered.
 	receiveBuffer = 1 << 20
 	maxPacket     = 2048
@@ -45,9 +43,8 @@ type Server struct {
 	logged  limit.Seldom
 	others  limit.Seldom
 
-	// first are of known machines
-	first, later chan packetIn
-	dropped      limit.Seldom
+	in      inbox.Inbox[packetIn]
+	dropped limit.Seldom
 }
 
 // door is port 67: what clients send themselves, what relays pass on, and apart from
@@ -100,7 +97,7 @@ func newServer(cfg Config) *Server {
 	if cfg.Probing.Tries == 0 {
 		cfg.Probing = DefaultProbing
 	}
-	return &Server{cfg: cfg, first: make(chan packetIn, maxKnown), later: make(chan packetIn, maxUnknown)}
+	return &Server{cfg: cfg, in: inbox.New[packetIn]()}
 }
 
 func (s *Server) open(ctx context.Context) (err error) {
@@ -221,7 +218,7 @@ func (s *Server) awaitDoor(ctx context.Context) (*door, error) {
 // never waits for an answer to be made, so that a flood fills its own queue
 // and not the kernel's.
 func (s *Server) read(ctx context.Context, conn *net.UDPConn, proxy bool) error {
-	limiter := limit.New()
+	limits := limit.NewApart()
 	buf := make([]byte, maxPacket)
 	for {
 		n, from, err := conn.ReadFromUDPAddrPort(buf)
@@ -241,43 +238,40 @@ func (s *Server) read(ctx context.Context, conn *net.UDPConn, proxy bool) error 
 			}
 			continue
 		}
-		s.sort(limiter, buf[:n], source{netip.AddrPortFrom(from.Addr().Unmap(), from.Port()), proxy}, time.Now())
+		s.sort(limits, buf[:n], source{addr: netip.AddrPortFrom(from.Addr().Unmap(), from.Port()), proxy: proxy}, time.Now())
 	}
 }
 
 // sort queues one packet, and reports whether it did. What a relay says is bounded
 // apart from what the machine itself does.
-func (s *Server) sort(limiter *limit.Limiter, data []byte, from source, now time.Time) bool {
+func (s *Server) sort(limits limit.Apart, data []byte, from source, now time.Time) bool {
 	const hardware = 28 // chaddr
 	if len(data) < bootpHeader {
 		return false
 	}
 	mac := [6]byte(data[hardware:])
+	from.at = now
 	if [4]byte(data[giaddr:]) != [4]byte{} {
 		mac[0] ^= 1 // no client's
 	}
-	return s.enqueue(limiter, mac, data, from, now)
+	return s.enqueue(limits, mac, data, from, now)
 }
 
 // enqueue bounds what is counted as who's.
-func (s *Server) enqueue(limiter *limit.Limiter, who [6]byte, data []byte, from source, now time.Time) bool {
+func (s *Server) enqueue(limits limit.Apart, who [6]byte, data []byte, from source, now time.Time) bool {
 	const hardware = 28 // chaddr
 	mac := [6]byte(data[hardware:])
-	if !limiter.Allow(who, now) {
-		s.drop("one MAC sends too much", net.HardwareAddr(mac[:]).String())
+	name := net.HardwareAddr(mac[:]).String()
+	known := s.known(name)
+	if !limits.Allow(who, known, now) {
+		s.drop("one MAC sends too much", name)
 		return false
 	}
-	queue := s.later
-	if s.known(net.HardwareAddr(mac[:]).String()) {
-		queue = s.first
-	}
-	select {
-	case queue <- packetIn{append([]byte(nil), data...), from}:
-		return true
-	default:
-		s.drop("too many packets wait", net.HardwareAddr(mac[:]).String())
+	if !s.in.Put(known, packetIn{append([]byte(nil), data...), from}) {
+		s.drop("too many packets wait", name)
 		return false
 	}
+	return true
 }
 
 func (s *Server) drop(why, mac string) {
@@ -289,18 +283,9 @@ func (s *Server) drop(why, mac string) {
 // answer works off the queues.
 func (s *Server) answer(ctx context.Context) error {
 	for {
-		var p packetIn
-		select {
-		case <-ctx.Done():
+		p, ok := s.in.Next(ctx)
+		if !ok {
 			return nil
-		case p = <-s.first:
-		default:
-			select {
-			case <-ctx.Done():
-				return nil
-			case p = <-s.first:
-			case p = <-s.later:
-			}
 		}
 		s.one(p)
 	}
@@ -326,7 +311,7 @@ func (s *Server) one(p packetIn) {
 	case !ok:
 	case !a.kept:
 		s.send(a, data)
-	case !s.cfg.Leases.Commit(func(error) { s.send(a, data) }):
+	case !s.cfg.Leases.Commit(a.reply.ClientHWAddr.String(), func(error) { s.send(a, data) }):
 		s.drop("the disk lags behind", a.reply.ClientHWAddr.String())
 	}
 }
@@ -366,14 +351,14 @@ func (s *Server) watch(ctx context.Context) error {
 	}
 	buf := make([]byte, maxPacket)
 	for {
-		d, err := s.ear.next(buf)
+		d, from, err := s.ear.next(buf)
 		if ctx.Err() != nil {
 			return nil
 		}
 		if err != nil {
 			return err
 		}
-		f, ok := foreignIn(d, func(a netip.Addr) bool { return a == s.cfg.Local.Server })
+		f, ok := foreignIn(d, from, func(a netip.Addr) bool { return a == s.cfg.Local.Server })
 		if !ok {
 			continue
 		}
@@ -410,11 +395,8 @@ func (s *Server) foreign(f Foreign) {
 	if s.cfg.Mode != Authoritative || s.cfg.Foreign == nil || !s.others.Fresh(f.Server.String(), s.cfg.Now(), foreignEvery) {
 		return
 	}
-	s.cfg.Log.Warn("another DHCP server is on the wire", "server", f.Server.String(), "mac", f.MAC, "offered", f.Offered.String())
+	s.cfg.Log.Warn("another DHCP server is on the wire", "server", f.Server.String(), "server_mac", f.ServerMAC, "mac", f.MAC, "offered", f.Offered.String())
 	s.cfg.Foreign(f)
 }
 
 func (s *Server) told(what string) bool { return !s.logged.Fresh(what, s.cfg.Now(), time.Second) }
-
-// Loaded notes that a machine has fetched all of the boot program that it was given.
-func (s *Server) Loaded(mac string) { s.cfg.Chains.Loaded(chain.DHCPv4, mac, s.cfg.Now()) }

@@ -102,15 +102,11 @@ func FuzzDHCPv6(f *testing.F) {
 		from := fromA
 		from.group = group
 		for _, s := range servers {
-			clear(s.declined)
-			if !s.sort(limit.New(), raw, from, t0) {
+			s.cfg.Bindings = new(Bindings)
+			if !s.sort(limit.NewApart(), raw, from, t0) {
 				continue
 			}
-			var p packetIn
-			select {
-			case p = <-s.first:
-			case p = <-s.later:
-			}
+			p, _ := s.in.Next(t.Context())
 			data := s.respond(p)
 			if data == nil {
 				continue

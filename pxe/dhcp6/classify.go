@@ -4,10 +4,10 @@ import (
 	"encoding/binary"
 	"fmt"
 	"slices"
-	"strings"
 
 	"github.com/insomniacslk/dhcp/dhcpv6"
 
+	"github.com/better-compute/site-appliance/appliance/base/printable"
 	"github.com/better-compute/site-appliance/pxe/decide"
 )
 
@@ -29,7 +29,7 @@ func classify(m *dhcpv6.Message, mac string) (w Who, enterprise uint32) {
 	w.MAC = mac
 	for _, c := range m.Options.VendorClasses() {
 		if len(c.Data) > 0 {
-			w.Class, enterprise = printable(string(c.Data[0]), 64), c.EnterpriseNumber
+			w.Class, enterprise = printable.ASCII(string(c.Data[0]), 64), c.EnterpriseNumber
 			break
 		}
 	}
@@ -64,14 +64,4 @@ func uuid(b [16]byte, p decide.Program) string {
 		}
 	}
 	return fmt.Sprintf("%08x-%04x-%04x-%x-%x", binary.BigEndian.Uint32(b[:]), binary.BigEndian.Uint16(b[4:]), binary.BigEndian.Uint16(b[6:]), b[8:10], b[10:])
-}
-
-func printable(s string, most int) string {
-	s = strings.Map(func(r rune) rune {
-		if r < ' ' || r > '~' {
-			return -1
-		}
-		return r
-	}, s)
-	return s[:min(len(s), most)]
 }

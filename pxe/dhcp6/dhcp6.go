@@ -4,7 +4,7 @@
 // machine is the MAC that its frame came from: firmware, iPXE and system send
 // different DUIDs, and one system sends the same DUID from each of its ports. Its
 // address is made from its MAC, so that nothing is kept on disk, no pool runs
-// out and no flood costs memory. It gets one address, whatever IAIDs it asks for.
+// out and a flood costs little memory. It gets one address, whatever IAIDs it asks for.
 // That nobody else uses the address, the machine itself finds out (RFC 4862,
 // 5.4); where it declines one, it gets its next. Answers go out as frames, to the
 // MAC that asked: forged sources do not fill the kernel's table of neighbours.
@@ -26,14 +26,8 @@ import (
 	"github.com/better-compute/site-appliance/pxe/decide"
 )
 
-const (
-	// lifetime is how long an address is used without asking again.
-	lifetime = time.Hour
-	// declinedFor is how long an address that is in use elsewhere is not given out.
-	declinedFor = 24 * time.Hour
-	// maxDeclined bounds what is remembered of those.
-	maxDeclined = 4096
-)
+// lifetime is how long an address is used without asking again.
+const lifetime = time.Hour
 
 // Ask is one question for what to boot.
 type Ask struct {
@@ -42,6 +36,8 @@ type Ask struct {
 	IP netip.Addr
 	// Final says that the answer is the last of its exchange.
 	Final bool
+	// Asked is when a client that has no address yet asked; zero otherwise.
+	Asked time.Time
 }
 
 // Config is one interface's DHCPv6.
@@ -64,8 +60,10 @@ type Config struct {
 	Declined func(mac string, ip netip.Addr)
 	// Chains is what machines were given before, by DHCPv4 too.
 	Chains *chain.Memory
-	Now    func() time.Time
-	Log    *slog.Logger
+	// Bindings are the addresses that they were given; nil: by this server alone.
+	Bindings *Bindings
+	Now      func() time.Time
+	Log      *slog.Logger
 }
 
 // source is where a packet came from.
@@ -74,6 +72,7 @@ type source struct {
 	addr netip.Addr
 	// group says that it was sent to the servers' multicast address.
 	group bool
+	at    time.Time
 }
 
 // request is a request with all that the answer to it depends on.
@@ -178,23 +177,28 @@ func (s *Server) solicit(r request) *dhcpv6.Message {
 		reply.AddOption(&dhcpv6.OptionGeneric{OptionCode: dhcpv6.OptionRapidCommit})
 	}
 	ip := s.associate(r, reply, false)
-	if s.tell(r, reply, ip, rapid != nil) && rapid == nil {
-		// It gets here what it is to boot: it need not wait for other servers.
+	if rapid != nil {
+		s.bind(r, ip)
+	}
+	if s.tell(r, reply, ip, rapid != nil) && rapid == nil && ip.IsValid() {
+		// It gets here what it needs to boot: it need not wait for other servers.
 		reply.AddOption(dhcpv6.OptPreference(255))
 	}
 	return reply
 }
 
-// renew answers REQUEST, RENEW and REBIND. Since an address says by itself whose
-// it is, none is ever unknown.
+// renew answers REQUEST, RENEW and REBIND. An address that was made for the machine is
+// its own where nothing else is known, as after the box was started again.
 func (s *Server) renew(r request) *dhcpv6.Message {
 	reply := s.reply(r, dhcpv6.MessageTypeReply)
 	ip := s.associate(r, reply, true)
+	s.bind(r, ip)
 	s.tell(r, reply, ip, true)
 	return reply
 }
 
-// confirm says whether the addresses are of this network.
+// confirm says whether the addresses are of this network, and binds the machine's own,
+// as renew does. One that is bound to another is not told to go on with this one.
 func (s *Server) confirm(r request) *dhcpv6.Message {
 	all := listed(r.Message)
 	if len(all) == 0 {
@@ -206,24 +210,57 @@ func (s *Server) confirm(r request) *dhcpv6.Message {
 			code, text = iana.StatusNotOnLink, "the address is of another network"
 		}
 	}
+	for _, ip := range all {
+		if code != iana.StatusSuccess || !s.owns(r.mac, ip) {
+			continue
+		}
+		e, bound := s.cfg.Bindings.of(r.mac, s.cfg.Now())
+		if _, generation, _ := machineAt(s.cfg.Address, ip); bound && e.given != generation {
+			return nil
+		}
+		if !bound {
+			s.bind(r, ip)
+		}
+	}
 	reply := s.reply(r, dhcpv6.MessageTypeReply)
 	reply.AddOption(status(code, text))
 	return reply
 }
 
+// bind notes that the answer gives the address.
+func (s *Server) bind(r request, ip netip.Addr) {
+	if mac, generation, ok := machineAt(s.cfg.Address, ip); ok {
+		s.cfg.Bindings.give(mac, generation, s.cfg.Known(r.who.MAC), s.cfg.Now())
+	}
+}
+
 func (s *Server) decline(r request) *dhcpv6.Message {
 	for _, ip := range listed(r.Message) {
-		if s.owns(r.mac, ip) && s.setDeclined(ip) {
-			s.cfg.Log.Warn("DHCPv6 address declined: another machine uses it", "mac", r.who.MAC, "ip", ip.String())
-			if s.cfg.Declined != nil {
-				s.cfg.Declined(r.who.MAC, ip)
-			}
+		if mac, generation, ok := machineAt(s.cfg.Address, ip); ok && mac == r.mac && s.cfg.Bindings.decline(mac, generation) {
+			s.declined(r.who.MAC, ip)
 		}
 	}
 	return s.ended(r)
 }
 
-// ended answers RELEASE and DECLINE.
+// declined tells of it: of one known machine, and of all others together, so often in
+// a minute.
+func (s *Server) declined(mac string, ip netip.Addr) {
+	who := mac
+	if !s.cfg.Known(mac) {
+		who = ""
+	}
+	if !s.declines.More(who, s.cfg.Now()) {
+		return
+	}
+	s.cfg.Log.Warn("DHCPv6 address declined: another machine uses it", "mac", mac, "ip", ip.String())
+	if s.cfg.Declined != nil {
+		s.cfg.Declined(mac, ip)
+	}
+}
+
+// ended answers RELEASE and DECLINE. What is released stays the machine's: nobody
+// else can have it, and who forges a RELEASE takes nothing away.
 func (s *Server) ended(r request) *dhcpv6.Message {
 	reply := s.reply(r, dhcpv6.MessageTypeReply)
 	for _, ia := range r.Options.IANA() {
@@ -302,10 +339,19 @@ func (s *Server) associate(r request, reply *dhcpv6.Message, binds bool) (ip net
 	return ip
 }
 
+// ask is the question for what to boot.
+func (r request) ask(ip netip.Addr, final bool) Ask {
+	a := Ask{Who: r.who, IP: ip, Final: final}
+	if r.MessageType == dhcpv6.MessageTypeSolicit || r.MessageType == dhcpv6.MessageTypeRequest {
+		a.Asked = r.at
+	}
+	return a
+}
+
 // tell adds what the client is told, and says whether that is something to boot.
 func (s *Server) tell(r request, reply *dhcpv6.Message, ip netip.Addr, final bool) (boots bool) {
 	if r.who.Client.Program != decide.System {
-		if url := s.cfg.Boot(Ask{Who: r.who, IP: ip, Final: final}); url != "" {
+		if url := s.cfg.Boot(r.ask(ip, final)); url != "" {
 			boots = true
 			reply.AddOption(dhcpv6.OptBootFileURL(url))
 			if r.who.Client.Program == decide.HTTPBoot {
@@ -341,54 +387,27 @@ func (s *Server) tell(r request, reply *dhcpv6.Message, ip netip.Addr, final boo
 	return boots
 }
 
-// current is a machine's address: one that it has, or else the first that nobody
-// was found to use beside it. Not valid: all are.
+// current is a machine's address: the one that it is bound to, or without a binding
+// one that it says it has.
 func (s *Server) current(mac [6]byte, has []netip.Addr) netip.Addr {
+	e, bound := s.cfg.Bindings.of(mac, s.cfg.Now())
 	for _, ip := range has {
-		if s.owns(mac, ip) && !s.isDeclined(ip) {
+		if !bound && s.owns(mac, ip) {
 			return ip
 		}
 	}
-	for g := range uint16(generations) {
-		if ip := AddressOf(s.cfg.Address, mac, g); s.owns(mac, ip) && !s.isDeclined(ip) {
+	for g := e.next; ; g++ { // few are taken
+		if ip := AddressOf(s.cfg.Address, mac, g); !s.taken[ip] {
 			return ip
 		}
 	}
-	return netip.Addr{}
 }
 
 // owns says whether an address was made from the machine's MAC, and is not by
 // chance the box's or a server's.
 func (s *Server) owns(mac [6]byte, ip netip.Addr) bool {
-	m, ok := machineAt(s.cfg.Address, ip)
+	m, _, ok := machineAt(s.cfg.Address, ip)
 	return ok && m == mac && !s.taken[ip]
-}
-
-func (s *Server) isDeclined(ip netip.Addr) bool {
-	at, ok := s.declined[ip]
-	return ok && s.cfg.Now().Sub(at) < declinedFor
-}
-
-// setDeclined reports whether that is new. Where the memory is full, another
-// machine finds out again what it had found out.
-func (s *Server) setDeclined(ip netip.Addr) bool {
-	now := s.cfg.Now()
-	known := s.isDeclined(ip)
-	if len(s.declined) >= maxDeclined {
-		for other, at := range s.declined {
-			if now.Sub(at) >= declinedFor {
-				delete(s.declined, other)
-			}
-		}
-		for other := range s.declined {
-			if len(s.declined) < maxDeclined {
-				break
-			}
-			delete(s.declined, other)
-		}
-	}
-	s.declined[ip] = now
-	return !known
 }
 
 // listed are the addresses of all associations.

@@ -15,6 +15,7 @@ import (
 
 	"github.com/better-compute/site-appliance/pxe/chain"
 	"github.com/better-compute/site-appliance/pxe/decide"
+	"github.com/better-compute/site-appliance/pxe/limit"
 )
 
 var (
@@ -260,8 +261,32 @@ func TestOneAddress(t *testing.T) {
 	}
 }
 
-// TestDecline: who finds an address in use gets another, keeps it, and gets the
-// first again a day later. When it has declined all of them it gets none.
+// exchange is what a machine does to get an address: SOLICIT and REQUEST.
+func exchange(s *Server, from source) netip.Addr {
+	ip := offered(s, from)
+	if got := listed(s.handle(with(dhcpv6.MessageTypeRequest, idLL, idBox, ia(1, ip)), from)); len(got) == 1 && got[0] == ip {
+		return ip
+	}
+	return netip.Addr{}
+}
+
+// offered is what an ADVERTISE names.
+func offered(s *Server, from source) netip.Addr {
+	if got := listed(s.handle(with(dhcpv6.MessageTypeSolicit, idLL, ia(1)), from)); len(got) == 1 {
+		return got[0]
+	}
+	return netip.Addr{}
+}
+
+func decline(s *Server, from source, ip netip.Addr) {
+	s.handle(with(dhcpv6.MessageTypeDecline, idLL, idBox, ia(1, ip)), from)
+}
+
+func as(mac [6]byte) source { return source{mac: mac, addr: fromA.addr, group: true} }
+
+// TestDecline: who finds an address in use gets another and keeps it, and the first
+// again when it was away for a day. It is never left without any, however many it
+// declines.
 func TestDecline(t *testing.T) {
 	now := t0
 	var told []string
@@ -269,86 +294,236 @@ func TestDecline(t *testing.T) {
 		c.Now = func() time.Time { return now }
 		c.Declined = func(mac string, ip netip.Addr) { told = append(told, mac+" "+ip.String()) }
 	})
-	solicit := func() netip.Addr {
-		if got := listed(s.handle(with(dhcpv6.MessageTypeSolicit, idLL, ia(1)), fromA)); len(got) == 1 {
-			return got[0]
-		}
-		return netip.Addr{}
+	decline(s, fromA, addrA) // before it was given
+	if got := exchange(s, fromA); got != addrA {
+		t.Fatalf("after a DECLINE of what was not given: %s, want %s", got, addrA)
 	}
-	decline := func(from source, ip netip.Addr) {
-		s.handle(with(dhcpv6.MessageTypeDecline, idLL, idBox, ia(1, ip)), from)
-	}
-	decline(source{mac: macB, addr: fromA.addr, group: true}, addrA)
-	if got := solicit(); got != addrA {
+	decline(s, as(macB), addrA)
+	if got := exchange(s, fromA); got != addrA {
 		t.Fatalf("after another machine's DECLINE: %s, want %s", got, addrA)
 	}
-	decline(fromA, addrA)
-	if got := solicit(); got != nextA {
-		t.Fatalf("after a DECLINE: %s, want %s", got, nextA)
-	}
-	decline(fromA, addrA) // told once
+	decline(s, fromA, addrA)
+	decline(s, fromA, addrA) // told once
 	if want := []string{"52:54:00:00:00:0a " + addrA.String()}; !slices.Equal(told, want) {
 		t.Errorf("told %q, want %q", told, want)
+	}
+	decline(s, fromA, nextA) // nor is the next one lost before it is given
+	if got := exchange(s, fromA); got != nextA {
+		t.Fatalf("after a DECLINE: %s, want %s", got, nextA)
 	}
 	if got := show(s.handle(with(dhcpv6.MessageTypeRenew, idLL, idBox, ia(1, addrA)), fromA)); got != "REPLY 1 na1[fd00:77::5254:0:100:a/3600 fd00:77::5254:0:0:a/0] 2" {
 		t.Errorf("RENEW of what was declined: %s", got)
 	}
-	now = t0.Add(declinedFor)
+	now = now.Add(heldFor - 1)
 	if got := show(s.handle(with(dhcpv6.MessageTypeRenew, idLL, idBox, ia(1, nextA)), fromA)); got != "REPLY 1 na1[fd00:77::5254:0:100:a/3600] 2" {
 		t.Errorf("RENEW of the second a day later: %s", got)
 	}
-	if got := solicit(); got != addrA {
-		t.Errorf("SOLICIT a day later: %s, want %s", got, addrA)
+	now = now.Add(heldFor - 1)
+	if got := offered(s, fromA); got != nextA {
+		t.Errorf("SOLICIT less than a day after the second was renewed: %s, want %s", got, nextA)
+	}
+	now = now.Add(1)
+	if got := offered(s, fromA); got != addrA {
+		t.Errorf("SOLICIT after a day away: %s, want %s", got, addrA)
 	}
 	seen := map[netip.Addr]bool{}
-	for range generations {
-		ip := solicit()
+	told = nil
+	for range 1000 {
+		ip := exchange(s, fromA)
 		if seen[ip] || !ip.IsValid() {
 			t.Fatalf("after %d declines: %s", len(seen), ip)
 		}
 		seen[ip] = true
-		decline(fromA, ip)
+		decline(s, fromA, ip)
 	}
-	if got := show(s.handle(with(dhcpv6.MessageTypeSolicit, idLL, ia(1)), fromA)); got != "ADVERTISE 1 na1[NoAddrsAvail] 2" {
-		t.Errorf("after all were declined: %s", got)
+	if len(told) != mostTold {
+		t.Errorf("%d of 1000 declines in a minute are told of, want %d", len(told), mostTold)
 	}
-	for i := range 2 * maxDeclined {
-		mac := [6]byte{2, 0, 0, 1, byte(i >> 8), byte(i)}
-		decline(source{mac: mac, addr: fromA.addr, group: true}, AddressOf(own, mac, 0))
+}
+
+// TestPreference: an answer with something to boot and no address does not end the
+// search for other servers.
+func TestPreference(t *testing.T) {
+	s := testServer(t)
+	for _, tt := range []struct {
+		name    string
+		options []dhcpv6.Option
+		want    string
+	}{
+		{"an address", []dhcpv6.Option{ia(1)}, "ADVERTISE 1 na1[fd00:77::5254:0:0:a/3600] 59 7=255 2"},
+		{"no association", nil, "ADVERTISE 1 59 2"},
+		{"only what is not given", []dhcpv6.Option{&dhcpv6.OptIAPD{}}, "ADVERTISE 1 pd0[NoPrefixAvail] 59 2"},
+	} {
+		m := with(dhcpv6.MessageTypeSolicit, append(append([]dhcpv6.Option{idUUID}, tt.options...), asUEFI...)...)
+		if got := show(s.handle(m, fromA)); got != tt.want {
+			t.Errorf("%s: %s, want %s", tt.name, got, tt.want)
+		}
 	}
-	if len(s.declined) != maxDeclined {
-		t.Errorf("%d declined addresses are remembered, want %d", len(s.declined), maxDeclined)
+}
+
+// TestHolder: an address is the machine's that it was made for, once it was given,
+// and one at a time.
+func TestHolder(t *testing.T) {
+	now := t0
+	s := testServer(t, func(c *Config) { c.Now = func() time.Time { return now } })
+	holds := func(when string, ip netip.Addr, want string) {
+		t.Helper()
+		if mac, ok := s.cfg.Bindings.Holder(own, ip, now); mac != want || ok != (want != "") {
+			t.Errorf("%s: Holder(%s) = %q, %v, want %q", when, ip, mac, ok, want)
+		}
+	}
+	const a = "52:54:00:00:00:0a"
+	holds("before it asks", addrA, "")
+	offered(s, fromA)
+	holds("advertised", addrA, "")
+	exchange(s, fromA)
+	holds("given", addrA, a)
+	holds("given another", nextA, "")
+	s.handle(with(dhcpv6.MessageTypeRelease, idLL, idBox, ia(1, addrA)), fromA)
+	holds("released", addrA, a)
+	decline(s, fromA, addrA) // who forged that takes nothing from the machine
+	holds("declined", addrA, a)
+	holds("declined, the next", nextA, "")
+	exchange(s, fromA)
+	holds("given the next", nextA, a)
+	holds("given the next, the first", addrA, "")
+	now = now.Add(heldFor)
+	holds("a day later", nextA, "")
+	s.handle(with(dhcpv6.MessageTypeSolicit, idLL, ia(1), rapid), fromA)
+	holds("given at once", addrA, a)
+	// As after the box was started again: what a machine says that it has is bound anew.
+	s.cfg.Bindings = new(Bindings)
+	s.handle(with(dhcpv6.MessageTypeRebind, idLL, ia(1, nextA)), fromA)
+	holds("renewed without a binding", nextA, a)
+	confirm := func(ip netip.Addr) string {
+		return show(s.handle(with(dhcpv6.MessageTypeConfirm, idLL, ia(1, ip)), fromA))
+	}
+	s.cfg.Bindings = new(Bindings)
+	if got := confirm(AddressOf(own, macB, 0)); got != "REPLY 1 Success 2" { // that is all that it asks
+		t.Errorf("CONFIRM of another's address: %s", got)
+	}
+	holds("confirmed by another", AddressOf(own, macB, 0), "")
+	for range 2 {
+		if got := confirm(nextA); got != "REPLY 1 Success 2" {
+			t.Errorf("CONFIRM: %s", got)
+		}
+		holds("confirmed", nextA, a)
+	}
+	if got := confirm(addrA); got != "nothing" {
+		t.Errorf("CONFIRM of an address that is not the machine's now: %s", got)
+	}
+	holds("another confirmed", nextA, a)
+}
+
+// TestBindingsAreBounded: made-up MACs push out each other, and no known machine.
+func TestBindingsAreBounded(t *testing.T) {
+	s := testServer(t, func(c *Config) { c.Known = func(mac string) bool { return mac == "52:54:00:00:00:0a" } })
+	exchange(s, fromA)
+	for i := range 2 * mostOthers {
+		exchange(s, as([6]byte{2, 0, 0, 1, byte(i >> 8), byte(i)}))
+	}
+	b := s.cfg.Bindings
+	if len(b.others) != mostOthers || len(b.known) != 1 {
+		t.Errorf("%d and %d bindings, want %d and 1", len(b.others), len(b.known), mostOthers)
+	}
+	if _, ok := b.Holder(own, addrA, t0); !ok {
+		t.Error("made-up MACs take a known machine's address away")
+	}
+	// Whom somebody vouches for later, or no more, is bound once.
+	for i, known := range []bool{true, false} {
+		b.give(macB, 0, known, t0)
+		if len(b.known) != 2-i || len(b.others) != mostOthers {
+			t.Errorf("known %v: %d and %d bindings", known, len(b.known), len(b.others))
+		}
+	}
+	b.give([6]byte{2, 9, 9, 9, 9, 9}, 0, false, t0.Add(heldFor))
+	if len(b.others) != mostOthers {
+		t.Errorf("%d bindings, want %d", len(b.others), mostOthers)
+	}
+}
+
+// TestOverAreForgottenFirst: of known machines too so many are remembered; who was away
+// for a day gives way to who comes, and nobody else while there is one.
+func TestOverAreForgottenFirst(t *testing.T) {
+	b, later := new(Bindings), t0.Add(heldFor)
+	mac := func(kind byte, i int) [6]byte { return [6]byte{2, kind, 0, 0, byte(i >> 8), byte(i)} }
+	for i := range mostKnown / 2 {
+		b.give(mac(1, i), 0, true, t0)
+		b.give(mac(2, i), 0, true, later)
+	}
+	for i := range mostKnown / 4 {
+		b.give(mac(3, i), 0, true, later)
+	}
+	if len(b.known) != mostKnown {
+		t.Errorf("%d are remembered, want %d", len(b.known), mostKnown)
+	}
+	for i := range mostKnown / 2 {
+		if _, ok := b.of(mac(2, i), later); !ok {
+			t.Fatalf("machine %d is forgotten, and %d are kept whose time is over", i, mostKnown/4)
+		}
+	}
+	for i := range mostKnown {
+		b.give(mac(4, i), 0, true, later)
+	}
+	if len(b.known) != mostKnown {
+		t.Errorf("where nobody's time is over %d are remembered, want %d", len(b.known), mostKnown)
+	}
+}
+
+// TestDeclinesCountApart: a flood of a machine's own DECLINEs and RELEASEs leaves it
+// what it needs to ask.
+func TestDeclinesCountApart(t *testing.T) {
+	s, limiter := testServer(t), limit.NewApart()
+	for _, kind := range []dhcpv6.MessageType{dhcpv6.MessageTypeDecline, dhcpv6.MessageTypeRelease} {
+		passed := 0
+		for range 10 * limit.PerBurst {
+			if s.sort(limiter, with(kind, idLL, idBox, ia(1, addrA)).ToBytes(), fromA, t0) {
+				passed++
+			}
+		}
+		if passed > limit.PerBurst {
+			t.Errorf("of a flood of %s pass %d, want at most %d", kind, passed, limit.PerBurst)
+		}
+	}
+	if !s.sort(limiter, with(dhcpv6.MessageTypeSolicit, idLL, ia(1)).ToBytes(), fromA, t0) {
+		t.Error("the machine's SOLICIT is dropped")
 	}
 }
 
 func TestAddresses(t *testing.T) {
 	for _, tt := range []struct {
-		ip, mac string
+		ip, mac    string
+		generation uint16
 	}{
-		{"fd00:77::5254:0:0:a", "52:54:00:00:00:0a"},
-		{"fd00:77::5254:0:f00:a", "52:54:00:00:00:0a"},
-		{"fd00:77::5254:0:1000:a", ""},      // no such generation
-		{"fd00:77::1", ""},                  // the box
-		{"fd00:77::", ""},                   // nobody
-		{"fd00:77::2", "00:00:00:00:00:02"}, // a MAC like any other
-		{"fd00:77::ff54:0:0:a", ""},         // a group
-		{"fd00:78::5254:0:0:a", ""},         // another network
-		{"fe80::5254:0:0:a", ""},            //
-		{"10.77.0.1", ""},                   //
-		{"fd00:77::5254:0:0:a%eth0", ""},    // a zone
-		{"fd00:77::aabb:cc01:dd:eeff", ""},  // a generation beyond
-		{"fd00:77::a8bb:cc00:0dd:eeff", "a8:bb:cc:dd:ee:ff"},
+		{"fd00:77::5254:0:0:a", "52:54:00:00:00:0a", 0},
+		{"fd00:77::5254:0:f00:a", "52:54:00:00:00:0a", 15},
+		{"fd00:77::5254:ff:ff00:a", "52:54:00:00:00:0a", 0xffff},
+		{"fd00:77::", "", 0},                   // nobody
+		{"fd00:77::2", "00:00:00:00:00:02", 0}, // a MAC like any other
+		{"fd00:77::ff54:0:0:a", "", 0},         // a group
+		{"fd00:78::5254:0:0:a", "", 0},         // another network
+		{"fe80::5254:0:0:a", "", 0},            //
+		{"10.77.0.1", "", 0},                   //
+		{"fd00:77::5254:0:0:a%eth0", "", 0},    // a zone
+		{"fd00:77::a8bb:cc00:0dd:eeff", "a8:bb:cc:dd:ee:ff", 0},
 	} {
-		mac, ok := Holder(own, netip.MustParseAddr(tt.ip))
-		if mac != tt.mac || ok != (tt.mac != "") {
-			t.Errorf("Holder(%s) = %q, %v, want %q", tt.ip, mac, ok, tt.mac)
+		ip := netip.MustParseAddr(tt.ip)
+		mac, generation, ok := machineAt(own, ip)
+		if ok != (tt.mac != "") || ok && (net.HardwareAddr(mac[:]).String() != tt.mac || generation != tt.generation) {
+			t.Errorf("machineAt(%s) = %x, %d, %v, want %q, %d", tt.ip, mac, generation, ok, tt.mac, tt.generation)
+		}
+		if ok && AddressOf(own, mac, generation) != ip {
+			t.Errorf("AddressOf is not the inverse for %s", tt.ip)
 		}
 	}
 	// What is a server's by chance is not a machine's.
 	s := testServer(t, func(c *Config) { c.DNS = addrs("fd00:77::2") })
-	from := source{mac: [6]byte{0, 0, 0, 0, 0, 2}, addr: fromA.addr, group: true}
-	if got := listed(s.handle(with(dhcpv6.MessageTypeSolicit, idLL, ia(1)), from)); len(got) != 1 || got[0] != netip.MustParseAddr("fd00:77::100:2") {
+	if got := exchange(s, as([6]byte{0, 0, 0, 0, 0, 2})); got != netip.MustParseAddr("fd00:77::100:2") {
 		t.Errorf("the machine whose first address is the DNS server's gets %v", got)
+	}
+	// Nor is the box's own.
+	if got := exchange(s, as([6]byte{0, 0, 0, 0, 0, 1})); got != netip.MustParseAddr("fd00:77::100:1") {
+		t.Errorf("the machine whose first address is the box's gets %v", got)
 	}
 }
 
@@ -451,6 +626,36 @@ func TestLongAnswer(t *testing.T) {
 		}
 		if i == 59 && data != nil {
 			t.Error("sixty associations: an answer")
+		}
+	}
+}
+
+// TestAsked: that a client begins is said of who has no address yet.
+func TestAsked(t *testing.T) {
+	var asked []Ask
+	s := testServer(t, func(c *Config) {
+		c.Boot = func(a Ask) string { asked = append(asked, a); return bootURL }
+	})
+	client, server := dhcpv6.OptClientID(&dhcpv6.DUIDUUID{UUID: uuidOfA}), dhcpv6.OptServerID(boxDUID)
+	class, arch := &dhcpv6.OptVendorClass{EnterpriseNumber: 343, Data: [][]byte{[]byte("PXEClient:Arch:00007:UNDI:003000")}}, dhcpv6.OptClientArchType(7)
+	for _, tt := range []struct {
+		m           *dhcpv6.Message
+		want, final bool
+	}{
+		{with(dhcpv6.MessageTypeSolicit, client, class, arch, ia(1)), true, false},
+		{with(dhcpv6.MessageTypeRequest, client, server, class, arch, ia(1, addrA)), true, true},
+		{with(dhcpv6.MessageTypeRenew, client, server, class, arch, ia(1, addrA)), false, true},
+		{with(dhcpv6.MessageTypeRebind, client, class, arch, ia(1, addrA)), false, true},
+	} {
+		asked = nil
+		s.sort(limit.NewApart(), tt.m.ToBytes(), fromA, t0)
+		p, ok := s.in.Next(t.Context())
+		if !ok {
+			t.Fatal("no packet")
+		}
+		s.respond(p)
+		if len(asked) != 1 || asked[0].Asked.Equal(t0) != tt.want || asked[0].Asked.IsZero() == tt.want || asked[0].Final != tt.final {
+			t.Errorf("%s: asked %+v, want once, and that it begins: %v", tt.m.MessageType, asked, tt.want)
 		}
 	}
 }

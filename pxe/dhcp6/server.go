@@ -15,16 +15,16 @@ import (
 	"golang.org/x/sys/unix"
 
 	"github.com/better-compute/site-appliance/appliance/base/bound"
+	"github.com/better-compute/site-appliance/pxe/inbox"
 	"github.com/better-compute/site-appliance/pxe/limit"
 )
 
 const (
-	// Waiting packets of known machines, and of others. What does not fit is lost,
-	// and clients ask again.
-	maxKnown, maxUnknown = 512, 2048
 	// receiveBuffer takes a burst while a packet is answered.
 	receiveBuffer = 1 << 20
 	maxPacket     = 2048
+	// mostTold is how many declines of one machine are told of in a minute.
+	mostTold = 16
 	// maxReply fits in the least MTU of IPv6.
 	maxReply = 1280 - ipHeader - udpHeader
 )
@@ -34,16 +34,15 @@ type Server struct {
 	cfg  Config
 	duid dhcpv6.DUID
 	// taken are addresses that are no machine's.
-	taken    map[netip.Addr]bool
-	declined map[netip.Addr]time.Time
+	taken map[netip.Addr]bool
 
 	wire *wire
 	// port holds the server's port and the multicast group; nothing is read from it.
 	port *net.UDPConn
 
-	dropped limit.Seldom
-	// first are of known machines
-	first, later chan packetIn
+	dropped  limit.Seldom
+	declines limit.Minute
+	in       inbox.Inbox[packetIn]
 }
 
 // packetIn is a packet that waits to be answered.
@@ -62,8 +61,11 @@ func Listen(ctx context.Context, cfg Config) (*Server, error) {
 }
 
 func newServer(cfg Config) *Server {
-	s := &Server{cfg: cfg, taken: map[netip.Addr]bool{cfg.Address.Addr(): true}, declined: make(map[netip.Addr]time.Time),
-		first: make(chan packetIn, maxKnown), later: make(chan packetIn, maxUnknown)}
+	if cfg.Bindings == nil {
+		cfg.Bindings = new(Bindings)
+	}
+	s := &Server{cfg: cfg, taken: map[netip.Addr]bool{cfg.Address.Addr(): true}, declines: limit.Minute{Most: mostTold},
+		in: inbox.New[packetIn]()}
 	for _, list := range [][]netip.Addr{cfg.DNS, cfg.NTP} {
 		for _, a := range list {
 			s.taken[a] = true
@@ -124,7 +126,7 @@ func (s *Server) Serve(ctx context.Context) error {
 
 // read sorts what comes in: known machines first, and of no MAC too much.
 func (s *Server) read(ctx context.Context) error {
-	limiter := limit.New()
+	limits := limit.NewApart()
 	buf := make([]byte, maxPacket)
 	for {
 		data, from, err := s.wire.next(buf)
@@ -136,35 +138,35 @@ func (s *Server) read(ctx context.Context) error {
 		case err != nil:
 			return fmt.Errorf("dhcpv6: %w", err)
 		}
-		s.sort(limiter, data, from, time.Now())
+		s.sort(limits, data, from, time.Now())
 	}
 }
 
 // sort queues one packet, and reports whether it did.
-func (s *Server) sort(limiter *limit.Limiter, data []byte, from source, now time.Time) bool {
+func (s *Server) sort(limits limit.Apart, data []byte, from source, now time.Time) bool {
 	mac := net.HardwareAddr(from.mac[:]).String()
 	if len(data) < dhcpv6.MessageHeaderSize {
 		return false
 	}
-	if !limiter.Allow(from.mac, now) {
+	from.at = now
+	kind, counts := dhcpv6.MessageType(data[0]), from.mac
+	switch kind {
+	case dhcpv6.MessageTypeRelayForward:
+		s.drop("relays are not served", mac)
+		return false
+	case dhcpv6.MessageTypeDecline, dhcpv6.MessageTypeRelease:
+		counts[0] ^= 1 // no station's: those that are forged leave the machine its own
+	}
+	known := s.cfg.Known(mac)
+	if !limits.Allow(counts, known, now) {
 		s.drop("one MAC sends too much", mac)
 		return false
 	}
-	if t := dhcpv6.MessageType(data[0]); t == dhcpv6.MessageTypeRelayForward {
-		s.drop("relays are not served", mac)
-		return false
-	}
-	queue := s.later
-	if s.cfg.Known(mac) {
-		queue = s.first
-	}
-	select {
-	case queue <- packetIn{append([]byte(nil), data...), from}:
-		return true
-	default:
+	if !s.in.Put(known, packetIn{append([]byte(nil), data...), from}) {
 		s.drop("too many packets wait", mac)
 		return false
 	}
+	return true
 }
 
 func (s *Server) drop(why, mac string) {
@@ -176,18 +178,9 @@ func (s *Server) drop(why, mac string) {
 // answer works off the queues.
 func (s *Server) answer(ctx context.Context) {
 	for {
-		var p packetIn
-		select {
-		case <-ctx.Done():
+		p, ok := s.in.Next(ctx)
+		if !ok {
 			return
-		case p = <-s.first:
-		default:
-			select {
-			case <-ctx.Done():
-				return
-			case p = <-s.first:
-			case p = <-s.later:
-			}
 		}
 		data := s.respond(p)
 		if data == nil {

@@ -13,6 +13,7 @@ import (
 	"github.com/insomniacslk/dhcp/dhcpv6"
 	"golang.org/x/sys/unix"
 
+	"github.com/better-compute/site-appliance/pxe/inbox"
 	"github.com/better-compute/site-appliance/pxe/inet"
 	"github.com/better-compute/site-appliance/pxe/limit"
 	"github.com/better-compute/site-appliance/pxe/pxetest"
@@ -22,16 +23,16 @@ import (
 // queue, and one MAC has its limit.
 func TestKnownFirst(t *testing.T) {
 	s := testServer(t, func(c *Config) { c.Known = func(mac string) bool { return strings.HasPrefix(mac, "52:54:00:") } })
-	limiter := limit.New()
+	limiter := limit.NewApart()
 	data := with(dhcpv6.MessageTypeSolicit, idLL, ia(1)).ToBytes()
 	queued := 0
-	for i := range 2 * maxUnknown {
+	for i := range 2 * inbox.Others {
 		if s.sort(limiter, data, source{mac: [6]byte{2, 0, 0, 9, byte(i >> 8), byte(i)}}, t0) {
 			queued++
 		}
 	}
-	if queued != maxUnknown {
-		t.Errorf("of a flood of made-up MACs %d packets wait, want %d", queued, maxUnknown)
+	if queued != inbox.Others {
+		t.Errorf("of a flood of made-up MACs %d packets wait, want %d", queued, inbox.Others)
 	}
 	queued = 0
 	for range 1000 {
@@ -39,8 +40,8 @@ func TestKnownFirst(t *testing.T) {
 			queued++
 		}
 	}
-	if queued != limit.PerBurst || len(s.first) != limit.PerBurst {
-		t.Errorf("of one known MAC's flood %d packets wait, %d of them first, want %d", queued, len(s.first), limit.PerBurst)
+	if first, _ := s.in.Waiting(); queued != limit.PerBurst || first != limit.PerBurst {
+		t.Errorf("of one known MAC's flood %d packets wait, %d of them first, want %d", queued, first, limit.PerBurst)
 	}
 	other := fromA
 	other.mac = macB

@@ -37,6 +37,10 @@ type File interface {
 	Size() int64
 }
 
+// Autoexec is what a newer iPXE looks for beside its own file. The box has none, and
+// who asks for it is not refused anything worth a line in the log.
+const Autoexec = "autoexec.ipxe"
+
 // Source opens boot programs by name.
 type Source interface {
 	Open(name string) (File, error)

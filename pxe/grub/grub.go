@@ -76,8 +76,9 @@ func (l Linux) start(roots ...string) string {
 	}
 	all := ""
 	for _, root := range roots {
-		// All are opened before the first is read: what is small comes last, so that it
-		// is here before the time-out of its transfer.
+		// GRUB 2.02 and Ubuntu's 2.12 open all before they read the first: what is small
+		// comes last, so that it is here before the time-out of its transfer. Debian's
+		// 2.06 reads each as it opens it.
 		initrd := "initrd"
 		for _, path := range l.Initrds {
 			initrd += " " + word(root+path)
@@ -260,7 +261,11 @@ func IsList(parts []string) bool {
 	return len(parts) == 3 && parts[0] == dir && slices.Contains(platforms, parts[1]) && strings.HasSuffix(parts[2], ".lst")
 }
 
-// SpeaksHTTP says whether an image has GRUB's HTTP client: Debian 12's network
-// images have none, and one that was fetched over HTTP finds its configuration
-// nowhere then.
-func SpeaksHTTP(image []byte) bool { return bytes.Contains(image, []byte(" HTTP/1.1\r\nHost: ")) }
+// SpeaksHTTP says whether an image may be fetched over HTTP. It needs GRUB's HTTP
+// client, which Debian 12's network images have not: they would find their
+// configuration nowhere. Ubuntu's 2.04-1ubuntu47.4 and 2.12 use the firmware's client
+// instead where it has fetched them, as Fedora's can, and take all that they are
+// refused there for an empty file: so they booted without a voucher.
+func SpeaksHTTP(image []byte) bool {
+	return bytes.Contains(image, []byte(" HTTP/1.1\r\nHost: ")) && !bytes.Contains(image, []byte("UefiHttpBoot/"))
+}

@@ -300,6 +300,9 @@ func TestSpeaksHTTP(t *testing.T) {
 	if !grub.SpeaksHTTP([]byte("MZ \x00GET \x00 HTTP/1.1\r\nHost: \x00")) {
 		t.Error("an image with GRUB's HTTP client counts as one without")
 	}
+	if grub.SpeaksHTTP([]byte("MZ \x00GET \x00 HTTP/1.1\r\nHost: \x00UefiHttpBoot/1.0\x00")) {
+		t.Error("an image that takes a refusal for an empty file counts as one that does not")
+	}
 }
 
 // FuzzConfig: whatever is given, GRUB reads what was meant or there is no configuration.

@@ -2,6 +2,9 @@ package httpboot
 
 import (
 	"context"
+	"crypto/rand"
+	"encoding/base32"
+	"strings"
 	"sync"
 	"time"
 
@@ -13,14 +16,15 @@ const (
 	// perMachine is how many boots of one machine stay fetchable: an iPXE that
 	// asked twice, or two ports of it at once, still finds its files.
 	perMachine = 4
-	// bootLife bounds a boot from its script to its last file.
+	// bootLife is after which a boot ends when any other begins.
 	bootLife = time.Hour
 )
 
 // sameFor is how long who asks again for a boot that has not begun is given the same.
 const sameFor = 5 * time.Minute
 
-// boot is one boot of one machine, begun by its script or by a URL in DHCP.
+// boot is one boot of one machine, begun by its script, by GRUB's configuration or by
+// a URL in DHCP.
 type boot struct {
 	machine, window string
 	began           time.Time
@@ -166,4 +170,11 @@ func (r *returns) recent(mac string, now time.Time) (n int) {
 		}
 	}
 	return n
+}
+
+// newToken has 160 random bits in lower-case letters and digits.
+func newToken() string {
+	var b [20]byte
+	_, _ = rand.Read(b[:]) // never fails: crypto/rand ends the program instead
+	return strings.ToLower(base32.StdEncoding.EncodeToString(b[:]))
 }

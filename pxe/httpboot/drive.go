@@ -13,11 +13,14 @@ import (
 	"unicode"
 )
 
-// pieces is a body that lies in a file, of which not all may be there yet.
-type pieces interface {
+// Pieces is a body that lies in a file, of which not all may be there yet: what
+// Config.Artifacts opens is sent by the kernel, and read as a drive, if it is one.
+type Pieces interface {
 	// Next moves on by n bytes, at least one and at most limit, and tells where they
 	// are: in the file from off on. The file is not the caller's to move or close.
 	Next(limit int64) (f *os.File, off, n int64, err error)
+	// Has says that Next does not wait for any of the n bytes from off on.
+	Has(off, n int64) bool
 	Seek(offset int64, whence int) (int64, error)
 }
 
@@ -34,10 +37,12 @@ var plainHeaders = []string{"host", "user-agent", "accept", "connection", "range
 
 // drive is a connection on which one body is read block after block, as iPXE reads
 // a drive: a request for a block costs a read, a read of the file and a write.
-// All that is not such a request goes back to net/http as it came.
+// All that is not such a request goes back to net/http as it came, and so does one
+// for a block that has yet to arrive: net/http sees when the client closes meanwhile,
+// unless it has sent more behind its request.
 type drive struct {
 	conn *cappedConn
-	body pieces
+	body Pieces
 	size int64
 	line []byte // the first line of its requests
 	head []byte // of an answer, from behind the status and Content-Range on
@@ -49,7 +54,7 @@ type drive struct {
 // whether it did: then w is not to be used any more.
 func drives(w http.ResponseWriter, r *http.Request, body any, size int64) bool {
 	conn, _ := r.Context().Value(connKey{}).(*cappedConn)
-	content, ok := body.(pieces)
+	content, ok := body.(Pieces)
 	if conn == nil || conn.again == nil || !ok || r.Method != http.MethodGet || !r.ProtoAtLeast(1, 1) || r.Close || r.ContentLength != 0 {
 		return false
 	}
@@ -59,7 +64,7 @@ func drives(w http.ResponseWriter, r *http.Request, body any, size int64) bool {
 		}
 	}
 	s := spanOf(r.Header.Get("Range"), size)
-	if s.kind != part {
+	if s.kind != part || !content.Has(s.first, s.last-s.first+1) {
 		return false
 	}
 	d := &drive{conn: conn, body: content, size: size}
@@ -97,12 +102,12 @@ func (d *drive) run(ctx context.Context, s span) {
 	}
 }
 
-// next takes the next request if it is one for a block and comes in time.
+// next takes the next request if it is one for a block that is there and comes in time.
 func (d *drive) next() (span, error) {
 	for {
 		if at := bytes.Index(d.in, []byte("\r\n\r\n")); at >= 0 {
 			s := d.block(d.in[:at+2])
-			if s.kind != part {
+			if s.kind != part || !d.body.Has(s.first, s.last-s.first+1) {
 				return span{}, nil
 			}
 			d.in = d.in[:copy(d.in, d.in[at+4:])]

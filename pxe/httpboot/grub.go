@@ -37,11 +37,9 @@ func (f *forGRUB) WriteHeader(status int) {
 	}
 	f.refused = true
 	if c, ok := conn.(*cappedConn); ok {
-		if tcp, ok := c.Conn.(*net.TCPConn); ok {
-			// After a mere end it waits for half a minute, and newer ones go on at once
-			// after a reset. An error: it is closed in any case.
-			_ = tcp.SetLinger(0)
-		}
+		// After a mere end it waits for half a minute, and newer ones go on at once after a
+		// reset.
+		c.breakOff()
 	}
 	_ = conn.Close()
 }

@@ -239,6 +239,9 @@ func TestDone(t *testing.T) {
 	if !strings.Contains(script(), "vmlinuz") {
 		t.Errorf("script before done = %q, want the ramdisk's", script())
 	}
+	for range perMinute {
+		r.h.stages.More(macA, r.now) // it has told all that is taken in a minute
+	}
 	if w := r.do("POST", addrA, report+"done"); w.Code != 204 {
 		t.Errorf("POST done = %d, want 204", w.Code)
 	}
@@ -577,6 +580,85 @@ func TestStagesAreBounded(t *testing.T) {
 	}
 }
 
+// crowd has machines that nobody enrolled hold the addresses 10.1.x.y, and says how
+// many requests of theirs, each in turn, are answered with that status.
+func (r *rig) crowd(strangers, each int, method, path string, code int) (n int) {
+	lease := r.h.cfg.Holder
+	r.h.cfg.CountsFor = func(ip netip.Addr) (string, bool) {
+		mac, _ := r.h.cfg.Holder(ip)
+		return mac, r.byMAC[mac] != nil && !decide.IsStranger(r.byMAC[mac].MachineId)
+	}
+	r.h.cfg.Holder = func(ip netip.Addr) (string, bool) {
+		if a := ip.As4(); a[1] == 1 {
+			mac := fmt.Sprintf("52:54:00:01:%02x:%02x", a[2], a[3])
+			if r.byMAC[mac] == nil {
+				r.byMAC[mac] = decide.Stranger(mac, &pxev1.Unknown{Inspect: true, WindowId: "w1", WindowUntilMs: 2_000_000})
+			}
+			return mac, true
+		}
+		return lease(ip)
+	}
+	for range each {
+		for i := range strangers {
+			addr := fmt.Sprintf("10.1.%d.%d", i/256, i%256)
+			mac, _ := r.h.cfg.Holder(netip.MustParseAddr(addr))
+			m := r.byMAC[mac]
+			token := r.h.cfg.Counts.Token(m.MachineId, m.WindowId)
+			if r.do(method, addr, "/boot/"+dashed(mac)+strings.ReplaceAll(path, "TOKEN", token)).Code == code {
+				n++
+			}
+		}
+	}
+	return n
+}
+
+// TestReportsAreBounded: of one machine so many reports are taken in a minute, and of
+// all that nobody enrolled, of whom one host may be all; of others not one fewer.
+func TestReportsAreBounded(t *testing.T) {
+	r := newRig(t)
+	report := "/boot/52-54-00-00-00-0a/" + r.h.cfg.Counts.Token("node_a", "w1") + "/progress"
+	posts := func(n int) (taken, refused int) {
+		for range n {
+			switch r.do("POST", addrA, report).Code {
+			case 204:
+				taken++
+			case 429:
+				refused++
+			}
+		}
+		return taken, refused
+	}
+	if n := r.crowd(100, perMinute, "POST", "/TOKEN/done", 204); n != ofStrangers {
+		t.Errorf("%d reports of strangers are taken in a minute, want %d", n, ofStrangers)
+	}
+	if taken, refused := posts(3 * perMinute); taken != perMinute || refused != 2*perMinute {
+		t.Errorf("of %d reports of one machine %d were taken and %d refused, want %d taken", 3*perMinute, taken, refused, perMinute)
+	}
+	r.now = r.now.Add(time.Minute)
+	if taken, _ := posts(1); taken != 1 {
+		t.Error("a report in the next minute is not taken")
+	}
+}
+
+// TestStrangersHideNoRefusal: what is refused to an enrolled machine is in the log
+// though others are refused without end.
+func TestStrangersHideNoRefusal(t *testing.T) {
+	var log bytes.Buffer
+	r := newRig(t)
+	r.h.cfg.Log = slog.New(slog.NewTextHandler(&log, nil))
+	r.crowd(100, perMinute, "GET", "/none", 404)
+	if n := strings.Count(log.String(), "\n"); n != ofStrangers {
+		t.Errorf("%d refusals of strangers are logged in a minute, want %d", n, ofStrangers)
+	}
+	log.Reset()
+	for range 2 * perMinute {
+		r.do("GET", addrA, "/boot/52-54-00-00-00-0a/none")
+	}
+	if n := strings.Count(log.String(), "\n"); n != perMinute {
+		t.Errorf("%d refusals of an enrolled machine are logged in a minute, want %d", n, perMinute)
+	}
+}
+
 func TestPad(t *testing.T) {
 	for n := range 9 {
 		content := strings.Repeat("x", n)
@@ -630,18 +712,18 @@ func TestServe(t *testing.T) {
 
 func TestCapped(t *testing.T) {
 	c := newCapped(nil, 3, 2)
-	a, b := netip.MustParseAddr(addrA), netip.MustParseAddr(addrB)
+	a, b := host{addrA, true}, host{addrB, true}
 	for i, tt := range []struct {
-		host netip.Addr
+		host host
 		want bool
 	}{{a, true}, {a, true}, {a, false}, {b, true}, {b, false}} {
 		if got := c.take(tt.host); got != tt.want {
-			t.Errorf("take %d (%s) = %v, want %v", i, tt.host, got, tt.want)
+			t.Errorf("take %d (%v) = %v, want %v", i, tt.host, got, tt.want)
 		}
 	}
-	c.give(a)
+	c.count(a, -1)
 	if !c.take(b) {
-		t.Error("take after give = false, want true")
+		t.Error("take after one left = false, want true")
 	}
 }
 

@@ -58,6 +58,8 @@ func (d *disc) Next(limit int64) (*os.File, int64, int64, error) {
 	return d.File, off, n, nil
 }
 
+func (d *disc) Has(off, n int64) bool { return true }
+
 // mark writes a block's number where it begins, and gives what it begins with.
 func (d *disc) mark(t *testing.T, at int64) string {
 	t.Helper()
@@ -176,37 +178,48 @@ func TestDrive(t *testing.T) {
 	}
 }
 
-// TestDriveInPieces sends requests for blocks byte by byte and several at once.
+// patchy is a disc of which every third block comes only when it is asked for.
+type patchy struct{ disc }
+
+func (p *patchy) Has(off, n int64) bool { return off/2048%3 != 1 }
+
+// TestDriveInPieces sends requests for blocks byte by byte and several at once, of a
+// disc that is there and of one that still arrives.
 func TestDriveInPieces(t *testing.T) {
-	r := newRig(t)
-	d, path := withDisc(t, r, 1<<20)
-	for at := int64(0); at < 1<<16; at += 2048 {
-		d.mark(t, at)
-	}
-	conn, in := dial(t, wired(t, r))
-	_ = conn.SetDeadline(time.Now().Add(20 * time.Second))
-	var all strings.Builder
-	for i := range 32 {
-		all.WriteString(ipxeGet(path, fmt.Sprintf("bytes=%d-%d", i*2048, i*2048+2047)))
-	}
-	go func() {
-		text := all.String()
-		first := strings.Index(text, "\r\n\r\n") + 100
-		for i := range first {
-			if _, err := io.WriteString(conn, text[i:i+1]); err != nil {
-				return
+	for _, arrives := range []bool{false, true} {
+		r := newRig(t)
+		d, path := withDisc(t, r, 1<<20)
+		if arrives {
+			r.h.cfg.Artifacts = func(context.Context, string) (io.ReadSeekCloser, int64, error) { return &patchy{*d}, d.size, nil }
+		}
+		for at := int64(0); at < 1<<16; at += 2048 {
+			d.mark(t, at)
+		}
+		conn, in := dial(t, wired(t, r))
+		_ = conn.SetDeadline(time.Now().Add(20 * time.Second))
+		var all strings.Builder
+		for i := range 32 {
+			all.WriteString(ipxeGet(path, fmt.Sprintf("bytes=%d-%d", i*2048, i*2048+2047)))
+		}
+		go func() {
+			text := all.String()
+			first := strings.Index(text, "\r\n\r\n") + 100
+			for i := range first {
+				if _, err := io.WriteString(conn, text[i:i+1]); err != nil {
+					return
+				}
 			}
-		}
-		_, _ = io.WriteString(conn, text[first:])
-	}()
-	for i := range 32 {
-		resp, err := http.ReadResponse(in, nil)
-		if err != nil {
-			t.Fatal(err)
-		}
-		body, err := io.ReadAll(resp.Body)
-		if want := fmt.Sprintf("byte %012d.", i*2048); err != nil || resp.StatusCode != 206 || !strings.HasPrefix(string(body), want) {
-			t.Fatalf("block %d = %d %.20q, %v, want %s", i, resp.StatusCode, body, err, want)
+			_, _ = io.WriteString(conn, text[first:])
+		}()
+		for i := range 32 {
+			resp, err := http.ReadResponse(in, nil)
+			if err != nil {
+				t.Fatal(err)
+			}
+			body, err := io.ReadAll(resp.Body)
+			if want := fmt.Sprintf("byte %012d.", i*2048); err != nil || resp.StatusCode != 206 || !strings.HasPrefix(string(body), want) {
+				t.Fatalf("block %d = %d %.20q, %v, want %s", i, resp.StatusCode, body, err, want)
+			}
 		}
 	}
 }

@@ -11,14 +11,16 @@ import (
 	"log/slog"
 	"net"
 	"net/http"
-	"net/netip"
 	"os"
 	"runtime"
 	"sync"
+	"sync/atomic"
 	"syscall"
 	"time"
 
 	"golang.org/x/sys/unix"
+
+	"github.com/better-compute/site-appliance/pxe/grub"
 )
 
 const (
@@ -56,6 +58,9 @@ func serve(ctx context.Context, ln net.Listener, h http.Handler, logger *slog.Lo
 			defer running.Done()
 			if c, ok := r.Context().Value(connKey{}).(*cappedConn); ok {
 				defer c.begin()()
+				if grub.Asks(r.UserAgent()) {
+					c.grub.Store(true)
+				}
 			}
 			h.ServeHTTP(w, r)
 		}),
@@ -65,10 +70,19 @@ func serve(ctx context.Context, ln net.Listener, h http.Handler, logger *slog.Lo
 		MaxHeaderBytes:    16 << 10,
 		BaseContext:       func(net.Listener) context.Context { return base },
 		ConnContext:       func(ctx context.Context, c net.Conn) context.Context { return context.WithValue(ctx, connKey{}, c) },
-		ErrorLog:          log.New(debugWriter{logger}, "", 0),
+		ConnState: func(conn net.Conn, s http.ConnState) {
+			if c, ok := conn.(*cappedConn); ok {
+				c.asks.Store(s == http.StateNew || s == http.StateIdle)
+			}
+		},
+		ErrorLog: log.New(debugWriter{logger}, "", 0),
 	}
 	served := make(chan error, 1)
 	clients := newCapped(ln, maxConns, connsPerHost)
+	if boots, ok := h.(*Handler); ok {
+		clients.counts = boots.cfg.CountsFor
+		defer boots.resets(clients)()
+	}
 	clients.ready = func(c *cappedConn) {
 		c.limits = l
 		c.again = func(in []byte) {
@@ -132,9 +146,13 @@ type cappedConn struct {
 	rests  bool            // its next request has not begun
 	ahead  []byte          // read and given back
 	raw    syscall.RawConn
+	since  time.Time
+	asks   atomic.Bool // nothing is answered: it is for the client to ask
+	late   atomic.Bool // the client took too long to ask, or to take a piece of an answer
+	grub   atomic.Bool
 
 	caps  *capped // nil: none
-	host  netip.Addr
+	host  host
 	runs  int           // requests that run; under caps' lock, as are the next
 	place *list.Element // among those that wait
 	given bool
@@ -155,13 +173,32 @@ func (c *cappedConn) Read(b []byte) (int, error) {
 		c.ahead = c.ahead[n:]
 		return n, nil
 	}
-	return c.Conn.Read(b)
+	n, err := c.Conn.Read(b)
+	if c.asks.Load() {
+		c.overdue(err)
+	}
+	if errors.Is(err, io.EOF) && c.grub.Load() {
+		// Its FIN closes its window for good: the box's own would not leave, and what is
+		// left of the connection meet the first one of the machine's next start, which has
+		// the same port.
+		c.breakOff()
+	}
+	return n, err
+}
+
+func (c *cappedConn) overdue(err error) {
+	if errors.Is(err, os.ErrDeadlineExceeded) {
+		c.late.Store(true)
+	}
 }
 
 // piece is what must have been taken before the stall time-out.
 const piece = 1 << 20
 
-func (c *cappedConn) hurry() error { return c.SetWriteDeadline(time.Now().Add(c.limits.stall)) }
+func (c *cappedConn) hurry() error {
+	c.late.Store(false)
+	return c.SetWriteDeadline(time.Now().Add(c.limits.stall))
+}
 
 func (c *cappedConn) Write(b []byte) (n int, err error) {
 	for {
@@ -169,6 +206,7 @@ func (c *cappedConn) Write(b []byte) (n int, err error) {
 			return n, err
 		}
 		m, err := c.Conn.Write(b[n:min(len(b), n+piece)])
+		c.overdue(err)
 		if n += m; err != nil || n == len(b) {
 			return n, err
 		}
@@ -185,7 +223,7 @@ func (c *cappedConn) ReadFrom(r io.Reader) (n int64, err error) {
 		r, left = l.R, l.N
 		defer func() { l.N -= n }()
 	}
-	if p, ok := r.(pieces); ok {
+	if p, ok := r.(Pieces); ok {
 		return c.readPieces(p, left)
 	}
 	to, ok := c.Conn.(io.ReaderFrom)
@@ -198,6 +236,7 @@ func (c *cappedConn) ReadFrom(r io.Reader) (n int64, err error) {
 		}
 		want := min(left, piece)
 		m, err := to.ReadFrom(&io.LimitedReader{R: r, N: want})
+		c.overdue(err)
 		n, left = n+m, left-m
 		if err != nil || m < want {
 			return n, err
@@ -206,7 +245,7 @@ func (c *cappedConn) ReadFrom(r io.Reader) (n int64, err error) {
 	return n, nil
 }
 
-func (c *cappedConn) readPieces(p pieces, left int64) (n int64, err error) {
+func (c *cappedConn) readPieces(p Pieces, left int64) (n int64, err error) {
 	for n < left {
 		f, off, m, err := p.Next(left - n)
 		if errors.Is(err, io.EOF) {
@@ -265,6 +304,7 @@ func (c *cappedConn) sendfile(f *os.File, off, n int64) error {
 			}
 			return true
 		})
+		c.overdue(err)
 		if err := cmp.Or(err, failed); err != nil {
 			return err
 		}
@@ -272,7 +312,19 @@ func (c *cappedConn) sendfile(f *os.File, off, n int64) error {
 	return nil
 }
 
+// breakOff closes with a reset: nothing is left of the connection.
+func (c *cappedConn) breakOff() {
+	if l, ok := c.Conn.(interface{ SetLinger(sec int) error }); ok {
+		_ = l.SetLinger(0)
+	}
+	_ = c.Conn.Close()
+}
+
+// Close leaves nothing of a connection whose client has gone, as far as one can tell.
 func (c *cappedConn) Close() error {
 	c.release()
+	if c.late.Load() {
+		c.breakOff()
+	}
 	return c.Conn.Close()
 }

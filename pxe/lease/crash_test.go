@@ -181,7 +181,7 @@ func TestNoAnswerBeforeItsLeaseIsFlushed(t *testing.T) {
 		m := mac(i)
 		at := mustOffer(t, d, m)
 		mustBind(t, d, m, at)
-		if !d.Commit(func(kept error) {
+		if !d.Commit(mac(1), func(kept error) {
 			disk.mu.Lock()
 			data := string(disk.flushed)
 			disk.mu.Unlock()
@@ -221,7 +221,7 @@ func TestNoAnswerBeforeItsLeaseIsFlushed(t *testing.T) {
 func TestLaggingDisk(t *testing.T) {
 	gate, stuck := make(chan struct{}), make(chan struct{}, 1)
 	disk := &faultyDisk{}
-	d := opened(t, Config{disk: disk})
+	d := opened(t, Config{disk: disk, Known: func(m string) bool { return m == mac(1) }})
 	disk.mu.Lock()
 	disk.synced = func() {
 		select {
@@ -233,12 +233,17 @@ func TestLaggingDisk(t *testing.T) {
 	disk.mu.Unlock()
 	mustBind(t, d, mac(1), ip(10))
 	<-stuck
-	taken := 0
-	for d.Commit(func(error) {}) {
-		taken++
-	}
-	if taken != maxQueue {
-		t.Errorf("%d answers wait for a disk that lags, want %d", taken, maxQueue)
+	for _, tt := range []struct {
+		mac  string
+		want int
+	}{{mac(2), maxQueue / 2}, {mac(1), maxQueue}} {
+		for d.Commit(tt.mac, func(error) {}) {
+		}
+		d.mu.Lock()
+		if got := len(d.log.calls); got != tt.want {
+			t.Errorf("after the answers to %s, %d wait for a disk that lags, want %d", tt.mac, got, tt.want)
+		}
+		d.mu.Unlock()
 	}
 	mustBind(t, d, mac(2), ip(11))
 	for range 2*maxQueue + 10 {
@@ -400,7 +405,7 @@ func runModel(t *testing.T, rng *rand.Rand, steps int) {
 			if me.until <= now && me.offer <= now || !at.IsValid() {
 				continue
 			}
-			d.Decline(m, at)
+			d.Decline(m, at, true)
 			if err := committed(t, d); err != nil {
 				t.Fatal(err)
 			}

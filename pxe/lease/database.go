@@ -92,7 +92,7 @@ type Config struct {
 //
 //	lease, err := db.Bind(pool, mac, ip, time.Hour)
 //	…
-//	db.Commit(func(error) { send(ack) })
+//	db.Commit(mac, func(error) { send(ack) })
 //
 // A machine is its MAC, a lower-case one with colons, and has one address in
 // each pool, named by Pool.Name. An address goes to one machine at a time,
@@ -127,7 +127,7 @@ type pool struct {
 	usable   int // addresses of the range that are no exclusion
 	free     offsets
 	ended    list.List // slots whose lease ended and that nobody holds, the first ended first
-	bad      list.List // slots in quarantine, the oldest first
+	bad      list.List // slots in quarantine that are not reserved, the oldest first
 	leases   map[string]*slot
 	offers   map[string]*slot
 	reserved map[string]netip.Addr
@@ -312,7 +312,7 @@ func (d *Database) Offer(pool, mac string, want netip.Addr) (netip.Addr, error) 
 		d.hold(s, mac, Hold)
 		return ip, nil
 	}
-	known := d.known(mac)
+	known := d.known(p, mac)
 	if s := p.leases[mac]; s != nil && d.blocked(s, mac) == nil {
 		d.hold(s, mac, Hold)
 		return s.ip, nil
@@ -355,7 +355,7 @@ func (d *Database) Bind(pool, mac string, ip netip.Addr, term time.Duration) (Le
 		}
 		return Lease{}, ErrTaken
 	case p.offers[mac] != nil && p.offers[mac].ip == ip, own != nil && own.ip == ip, has:
-	case !d.known(mac) && p.idle() <= p.share():
+	case !d.known(p, mac) && p.idle() <= p.share():
 		return Lease{}, p.full()
 	}
 	s := d.slot(ip)
@@ -389,8 +389,13 @@ func (d *Database) Bind(pool, mac string, ip netip.Addr, term time.Duration) (Le
 // it is in memory only, for that reason, which is logged already: the box
 // serves on, and writes all of it as soon as the disk takes it. It reports
 // false, and never calls f, when the disk lags so far behind that the queue of
-// 8192 is full: the client asks again.
-func (d *Database) Commit(f func(kept error)) bool { return d.log.commit(f) }
+// 8192 is full, or half of it where nobody vouches for mac: the client asks again.
+func (d *Database) Commit(mac string, f func(kept error)) bool {
+	if d.vouches(mac) {
+		return d.log.commit(f, maxQueue)
+	}
+	return d.log.commit(f, maxQueue/2)
+}
 
 // Release ends mac's lease of ip: the address goes to others after those that
 // are free, and mac keeps it while nobody needs it.
@@ -398,13 +403,20 @@ func (d *Database) Release(mac string, ip netip.Addr) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.advance()
-	s := d.slots[ip]
-	if s == nil || s.mac != mac || s.until <= d.clock {
-		return
+	if s := d.slots[ip]; s != nil {
+		d.end(s, mac)
+	}
+}
+
+// end ends mac's lease of s, and reports whether it had one.
+func (d *Database) end(s *slot, mac string) bool {
+	if s.mac != mac || s.until <= d.clock {
+		return false
 	}
 	s.until = d.clock
 	d.settle(s)
 	d.log.put(d.leaseLine(s))
+	return true
 }
 
 // Withdraw drops an offer to mac that it did not take.
@@ -419,27 +431,37 @@ func (d *Database) Withdraw(pool, mac string) {
 
 // Decline takes an address that its own machine found in use out of the pool
 // for a while. Where a pool's share of such is used up, the one that was
-// declined first comes back. It reports whether the address was mac's to decline.
-func (d *Database) Decline(mac string, ip netip.Addr) bool {
+// declined first comes back; none at which somebody was found does. If asked, what is
+// reserved for mac is kept for it: its lease ends, and the caller asks who is there, so
+// that Conflict takes the address away and a forged decline does not. declined is
+// false where the address was not mac's.
+func (d *Database) Decline(mac string, ip netip.Addr, asked bool) (declined, kept bool) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
 	d.advance()
 	s := d.slots[ip]
 	if s == nil || s.pool == nil || s.mac != mac && s.holder != mac {
-		return false
+		return false, false
 	}
-	if first := s.pool.bad.Front(); s.pool.bad.Len() >= s.pool.badShare() && first != nil {
-		d.acquit(first.Value.(*slot))
+	if asked && d.reserved[ip] == mac {
+		offered := s.holder == mac
+		if offered {
+			d.drop(s)
+		}
+		return d.end(s, mac) || offered, true
+	}
+	if d.reserved[ip] == "" {
+		d.room(s.pool)
 	}
 	d.quarantine(s, "")
-	return true
+	return true, false
 }
 
 // Conflict takes an address at which found was heard out of use for a while; an
 // offer of it is void then. It is not taken, and nothing is wrong, where the
 // address is found's own or none that is given out. ErrTaken says that another
-// machine has a lease of it, which stays; ErrQuarantine that enough of the pool
-// is out of use.
+// machine has a lease of it, which stays; ErrQuarantine that enough of the pool's
+// range is out of use. What is reserved is of no use to anybody else and not counted.
 func (d *Database) Conflict(ip netip.Addr, found string) (taken bool, err error) {
 	d.mu.Lock()
 	defer d.mu.Unlock()
@@ -455,7 +477,7 @@ func (d *Database) Conflict(ip netip.Addr, found string) (taken bool, err error)
 		return false, nil
 	case s.mac != "" && s.until > d.clock:
 		return false, ErrTaken
-	case !s.inBad && p.bad.Len() >= p.badShare():
+	case !s.inBad && d.reserved[ip] == "" && (p.bad.Len() > p.badShare() || !d.room(p)):
 		return false, ErrQuarantine
 	}
 	d.quarantine(s, found)
@@ -468,14 +490,10 @@ func (d *Database) Acquit(found string) int {
 	defer d.mu.Unlock()
 	d.advance()
 	n := 0
-	for _, p := range d.order {
-		for e := p.bad.Front(); e != nil; {
-			s := e.Value.(*slot)
-			e = e.Next()
-			if s.found == found {
-				d.acquit(s)
-				n++
-			}
+	for _, s := range slices.Clone(d.passing.slots) {
+		if s.inBad && s.found == found {
+			d.acquit(s)
+			n++
 		}
 	}
 	return n
@@ -575,13 +593,12 @@ func (d *Database) blocked(s *slot, mac string) error {
 }
 
 // known says whether mac may have of the share that is kept: somebody vouches
-// for it, or it had a lease here.
-func (d *Database) known(mac string) bool {
-	if d.cfg.Known == nil || d.cfg.Known(mac) {
-		return true
-	}
-	return slices.ContainsFunc(d.order, func(p *pool) bool { return p.leases[mac] != nil })
+// for it, or it had a lease there.
+func (d *Database) known(p *pool, mac string) bool {
+	return d.vouches(mac) || p.leases[mac] != nil
 }
+
+func (d *Database) vouches(mac string) bool { return d.cfg.Known == nil || d.cfg.Known(mac) }
 
 // idle is how many addresses a newcomer could get.
 func (p *pool) idle() int { return p.free.len() + p.ended.Len() }
@@ -594,8 +611,23 @@ func (p *pool) share() int {
 	return max(1, p.usable/8)
 }
 
-// badShare is how many addresses may be in quarantine.
+// badShare is how many addresses that are not reserved may be in quarantine.
 func (p *pool) badShare() int { return max(1, p.usable/4) }
+
+// room makes room for one more by giving back what was declined first, and says
+// whether there is any. A decline has a place beside those that were found.
+func (d *Database) room(p *pool) bool {
+	if p.bad.Len() < p.badShare() {
+		return true
+	}
+	for e := p.bad.Front(); e != nil; e = e.Next() {
+		if s := e.Value.(*slot); s.found == "" {
+			d.acquit(s)
+			return true
+		}
+	}
+	return false
+}
 
 func (p *pool) full() error {
 	if n := p.idle(); n > 0 {
@@ -605,9 +637,9 @@ func (p *pool) full() error {
 }
 
 // patience is how long an offer waits for its request. A boot ROM may take its
-// time; where addresses run short, invented MACs get as long as EDK2 needs.
+// time; where what is left to invented MACs runs short, they get as long as EDK2 needs.
 func (p *pool) patience(known bool) time.Duration {
-	switch n := p.idle(); {
+	switch n := p.idle() - p.share(); {
 	case known, n >= p.usable/2:
 		return Hold
 	case n >= p.usable/4:
@@ -724,7 +756,7 @@ func (d *Database) settle(s *slot) {
 	if p := s.pool; p != nil {
 		common := p.inRange(s.ip) && d.reserved[s.ip] == ""
 		placeIn(&p.ended, &s.endedElem, s, common && leased && !passing && s.until <= d.clock)
-		placeIn(&p.bad, &s.badElem, s, s.inBad)
+		placeIn(&p.bad, &s.badElem, s, s.inBad && d.reserved[s.ip] == "")
 		if p.inRange(s.ip) {
 			p.free.set(int(number(s.ip)-number(p.First)), common && !leased && !passing)
 		}

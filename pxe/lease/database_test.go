@@ -6,6 +6,7 @@ import (
 	"fmt"
 	"hash/crc32"
 	"log/slog"
+	"maps"
 	"net/netip"
 	"os"
 	"path/filepath"
@@ -68,7 +69,7 @@ func opened(t testing.TB, cfg Config) *Database {
 func committed(t testing.TB, d *Database) error {
 	t.Helper()
 	kept := make(chan error, 1)
-	if !d.Commit(func(err error) { kept <- err }) {
+	if !d.Commit(mac(1), func(err error) { kept <- err }) {
 		t.Fatal("Commit refused")
 	}
 	select {
@@ -159,12 +160,15 @@ func sound(d *Database) error {
 			if leased && !held && s.until <= d.clock && p.inRange(at) && d.reserved[at] == "" {
 				ended++
 			}
-			if s.inBad {
+			if s.inBad && d.reserved[at] == "" {
 				bad++
 			}
 		}
 		if free != p.free.len() || ended != p.ended.Len() || bad != p.bad.Len() {
 			wrong("pool %q counts %d free, %d ended, %d in quarantine, want %d, %d, %d", p.Name, p.free.len(), p.ended.Len(), p.bad.Len(), free, ended, bad)
+		}
+		if bad > p.badShare()+1 {
+			wrong("%d addresses are in quarantine, more than %d and a decline", bad, p.badShare())
 		}
 		for mac, s := range p.leases {
 			if s.mac != mac || d.slots[s.ip] != s {
@@ -462,13 +466,13 @@ func TestDeclineReleaseWithdraw(t *testing.T) {
 	cfg := Config{Path: path, Now: clock.Now, Pools: []Pool{lan(2)}}
 	d := opened(t, cfg)
 	at := mustOffer(t, d, mac(1))
-	if d.Decline(mac(2), at) {
+	if declined, _ := d.Decline(mac(2), at, true); declined {
 		t.Error("Decline of another machine's address = true, want false and no effect")
 	}
 	if got := mustOffer(t, d, mac(1)); got != at {
 		t.Errorf("a stranger's decline moved %s to %s", at, got)
 	}
-	d.Decline(mac(1), at)
+	d.Decline(mac(1), at, true)
 	if _, err := d.Bind("", mac(1), at, time.Hour); !errors.Is(err, ErrConflict) {
 		t.Errorf("Bind of a declined address = %v, want ErrConflict", err)
 	}
@@ -562,12 +566,156 @@ func TestConflict(t *testing.T) {
 	}
 }
 
+// TestDeclinedReservation: a decline, which anybody can forge, does not take a machine's
+// own address from it; somebody who is found there does.
+func TestDeclinedReservation(t *testing.T) {
+	d := opened(t, Config{Reservations: []Reservation{{mac(1), ip(200)}}})
+	offered, leased := func() { mustOffer(t, d, mac(1)) }, func() { boots(t, d, mac(1)) }
+	for _, tt := range []struct {
+		name     string
+		begin    func()
+		by       string
+		declined bool
+	}{
+		{"what it was never given", func() {}, mac(1), false},
+		{"an offer", offered, mac(1), true},
+		{"a lease", leased, mac(1), true},
+		{"the same again", func() {}, mac(1), false},
+		{"a lease and an offer", func() { leased(); offered() }, mac(1), true},
+		{"another's", leased, mac(2), false},
+	} {
+		tt.begin()
+		if declined, kept := d.Decline(tt.by, ip(200), true); declined != tt.declined || declined && !kept {
+			t.Errorf("Decline of %s = %v, kept %v, want %v", tt.name, declined, kept, tt.declined)
+		}
+		if err := sound(d); err != nil {
+			t.Errorf("after Decline of %s: %v", tt.name, err)
+		}
+	}
+	if got := boots(t, d, mac(1)); got != ip(200) {
+		t.Errorf("after a decline the machine gets %s, want its own", got)
+	}
+	d.Decline(mac(1), ip(200), true)
+	if at, _ := d.Holder(ip(200)); at != mac(1) {
+		t.Errorf("after a decline %q holds the address: the machine's boot is over", at)
+	}
+	if taken, err := d.Conflict(ip(200), mac(7)); !taken {
+		t.Errorf("Conflict after a decline = %v", err)
+	}
+	if _, err := d.Offer("", mac(1), netip.Addr{}); err == nil {
+		t.Error("the address is offered though another was found at it")
+	}
+}
+
+// TestConflictsOfReservations: whoever was found at a reserved address, and what a machine
+// declines where nobody can ask who is there, count whatever number of them there is.
+func TestConflictsOfReservations(t *testing.T) {
+	for name, pool := range map[string]Pool{"no range": {Subnet: netip.MustParsePrefix("10.0.0.0/24")}, "a small range": lan(4)} {
+		cfg := Config{Path: filepath.Join(t.TempDir(), "leases"), Pools: []Pool{pool}, Reservations: []Reservation{{mac(1), ip(201)}, {mac(2), ip(202)}, {mac(3), ip(203)}, {mac(4), ip(204)}}}
+		d := opened(t, cfg)
+		for i := range pool.Size() { // the range's own share is used up
+			_, _ = d.Conflict(ip(10+i), mac(70))
+		}
+		for i := 1; i <= 2; i++ {
+			if taken, err := d.Conflict(ip(200+i), mac(70+i)); !taken {
+				t.Errorf("%s: Conflict %d = %v, want it taken", name, i, err)
+			}
+		}
+		for i := 3; i <= 4; i++ {
+			mustOffer(t, d, mac(i))
+			if declined, kept := d.Decline(mac(i), ip(200+i), false); !declined || kept {
+				t.Errorf("%s: Decline %d where nobody asks = %v, kept %v, want it taken", name, i, declined, kept)
+			}
+		}
+		for range 2 {
+			for i := 1; i <= 4; i++ {
+				if at, err := d.Offer("", mac(i), netip.Addr{}); err == nil {
+					t.Errorf("%s: %s is offered though another is at it", name, at)
+				}
+			}
+			if err := sound(d); err != nil {
+				t.Errorf("%s: %v", name, err)
+			}
+			d.Close()
+			d = opened(t, cfg) // the second time it is started again
+		}
+		for i := 1; i <= 2; i++ {
+			if got := d.Acquit(mac(70 + i)); got != 1 {
+				t.Errorf("%s: Acquit = %d, want 1", name, got)
+			}
+			mustOffer(t, d, mac(i))
+		}
+	}
+}
+
+// TestDeclinesAcquitNobody: what machines decline, made-up ones too, gives no address back
+// at which somebody was found, nor keeps one from being taken away for that.
+func TestDeclinesAcquitNobody(t *testing.T) {
+	d := opened(t, Config{Pools: []Pool{lan(8)}, Reservations: []Reservation{{mac(1), ip(200)}}})
+	declines := func() {
+		for i := range 10 {
+			d.Decline(mac(100+i), mustOffer(t, d, mac(100+i)), true)
+		}
+	}
+	found := func(at netip.Addr) {
+		t.Helper()
+		if taken, err := d.Conflict(at, mac(7)); !taken {
+			t.Errorf("Conflict(%s) = %v, want it taken", at, err)
+		}
+	}
+	bad := func(want int) {
+		t.Helper()
+		if got := d.pools[""].bad.Len(); got != want {
+			t.Errorf("%d addresses of the range in quarantine, want %d", got, want)
+		}
+	}
+	found(ip(200))
+	found(ip(10))
+	declines()
+	bad(2)
+	next, _ := d.Idle("", ip(10))
+	for d.slots[next] != nil {
+		next, _ = d.Idle("", next)
+	}
+	found(next)
+	bad(2)
+	declines()
+	bad(3) // a decline is always believed
+	if _, err := d.Conflict(mustOffer(t, d, mac(3)), mac(7)); !errors.Is(err, ErrQuarantine) {
+		t.Errorf("Conflict = %v, want ErrQuarantine", err)
+	}
+	bad(3)
+	for _, at := range []netip.Addr{ip(200), ip(10), next} {
+		if s := d.slots[at]; s == nil || !s.inBad || s.found != mac(7) {
+			t.Errorf("declines gave %s back, where somebody was found", at)
+		}
+	}
+	mustOffer(t, d, mac(2))
+	if err := sound(d); err != nil {
+		t.Error(err)
+	}
+}
+
+// TestKnownInItsPool: who has a lease of one pool has no share of what another keeps.
+func TestKnownInItsPool(t *testing.T) {
+	other := Pool{Name: "b", Subnet: netip.MustParsePrefix("10.1.0.0/24"), First: netip.MustParseAddr("10.1.0.10"), Last: netip.MustParseAddr("10.1.0.17")}
+	good := mac(1)
+	d := opened(t, Config{Pools: []Pool{lan(40), other}, Known: func(m string) bool { return m == good }})
+	for i := range 20 {
+		boots(t, d, mac(100+i))
+		_, _ = d.Offer("b", mac(100+i), netip.Addr{})
+	}
+	if at, err := d.Offer("b", good, netip.Addr{}); err != nil {
+		t.Errorf("Offer to a known machine = %s, %v, want an address", at, err)
+	}
+}
+
 func TestDeclinesDoNotEmptyThePool(t *testing.T) {
 	d := opened(t, Config{Pools: []Pool{lan(40)}})
 	for i := range 400 {
 		at := mustOffer(t, d, mac(i))
 		mustBind(t, d, mac(i), at)
-		d.Decline(mac(i), at)
+		d.Decline(mac(i), at, true)
 	}
 	if got := d.pools[""].bad.Len(); got != 10 {
 		t.Errorf("%d addresses in quarantine, want a quarter of 40", got)
@@ -637,8 +785,15 @@ func TestPressureShortensOffers(t *testing.T) {
 	clock := newClock()
 	d := opened(t, Config{Now: clock.Now, Pools: []Pool{lan(40)}, Known: func(string) bool { return false }})
 	first := mustOffer(t, d, mac(0))
+	waits := map[time.Duration]int{Hold: 1}
 	for i := range 34 {
 		mustOffer(t, d, mac(1+i))
+		l, _, _ := d.Lookup("", mac(1+i))
+		waits[l.Term]++
+	}
+	// Of the 35 that they may have, so many are left when the wait is cut: 20, and 10.
+	if want := map[time.Duration]int{Hold: 16, Hold / 4: 10, Hold / 8: 9}; !maps.Equal(waits, want) {
+		t.Errorf("offers wait for %v, want %v", waits, want)
 	}
 	if _, err := d.Offer("", mac(100), netip.Addr{}); !errors.Is(err, ErrFull) || !strings.Contains(err.Error(), "5 that are kept for machines that are known") {
 		t.Errorf("Offer of the last addresses = %v, want ErrFull and what is kept", err)
@@ -956,7 +1111,7 @@ func TestManyAtOnce(t *testing.T) {
 				if _, err := d.Bind("", m, at, time.Hour); err != nil {
 					t.Error(err)
 				}
-				d.Commit(func(kept error) {
+				d.Commit(mac(1), func(kept error) {
 					if kept == nil {
 						acks.Add(1)
 					}

@@ -284,7 +284,7 @@ func (l *loader) file() {
 		if s.until < d.clock-forget && d.dormant(s.ip) {
 			d.disown(s)
 		}
-		if s.inBad && (s.badUntil <= d.clock || s.pool.bad.Len() >= s.pool.badShare()) {
+		if s.inBad && (s.badUntil <= d.clock || d.reserved[s.ip] == "" && s.pool.bad.Len() >= s.pool.badShare()) {
 			s.inBad = false
 		}
 		d.settle(s)
@@ -456,10 +456,10 @@ func (w *writer) wake() {
 	}
 }
 
-func (w *writer) commit(f func(error)) bool {
+func (w *writer) commit(f func(error), most int) bool {
 	w.d.mu.Lock()
 	defer w.d.mu.Unlock()
-	if w.ended || len(w.calls) >= maxQueue {
+	if w.ended || len(w.calls) >= most {
 		return false
 	}
 	w.calls = append(w.calls, f)

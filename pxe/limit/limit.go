@@ -2,7 +2,6 @@
 package limit
 
 import (
-	"hash/maphash"
 	"sync"
 	"time"
 )
@@ -11,42 +10,46 @@ const (
 	// PerSecond is how many packets of one MAC are read, after a burst of PerBurst:
 	// firmware, iPXE and a system make a dozen in half a minute.
 	PerSecond, PerBurst = 10, 30
-	// buckets bounds the memory: a MAC that falls into another's bucket takes it over.
-	buckets = 1 << 13
+	// most bounds the memory: one MAC more takes the place of any other, which then has
+	// its burst again.
+	most = 1 << 13
 )
 
 // Limiter bounds what one MAC can cost. It serves one goroutine.
-type Limiter struct {
-	seed    maphash.Seed
-	buckets []bucket
-}
+type Limiter struct{ buckets map[[6]byte]bucket }
 
 type bucket struct {
-	mac    [6]byte
 	tokens float64
 	at     time.Time
 }
 
 // New makes a limiter under which every MAC has its burst.
 func New() *Limiter {
-	return &Limiter{seed: maphash.MakeSeed(), buckets: make([]bucket, buckets)}
+	return &Limiter{make(map[[6]byte]bucket)}
 }
 
 // Allow takes a token of mac's.
 func (l *Limiter) Allow(mac [6]byte, now time.Time) bool {
-	b := &l.buckets[maphash.Comparable(l.seed, mac)%buckets]
-	if b.mac != mac || b.at.IsZero() {
-		*b = bucket{mac: mac, tokens: PerBurst, at: now}
+	b, known := l.buckets[mac]
+	if !known {
+		b = bucket{tokens: PerBurst, at: now}
+		if len(l.buckets) >= most {
+			for other := range l.buckets {
+				delete(l.buckets, other)
+				break
+			}
+		}
 	}
 	if since := now.Sub(b.at).Seconds(); since > 0 {
 		b.tokens = min(PerBurst, b.tokens+since*PerSecond)
 		b.at = now
 	}
-	if b.tokens < 1 {
-		return false
+	allowed := b.tokens >= 1
+	if allowed {
+		b.tokens--
 	}
-	b.tokens--
-	return true
+	l.buckets[mac] = b
+	return allowed
 }
 
 // Seldom says of each key whether it is time to tell of it again. Of more than
@@ -82,4 +85,19 @@ func (s *Seldom) Fresh(key string, now time.Time, every time.Duration) bool {
 	}
 	s.at[key] = now
 	return true
+}
+
+// Apart limits known machines and others apart: no flood of made-up MACs makes it forget
+// what a known one has sent. It serves one goroutine.
+type Apart struct{ known, others *Limiter }
+
+// NewApart makes one under which every MAC has its burst.
+func NewApart() Apart { return Apart{New(), New()} }
+
+// Allow takes a token of mac's.
+func (a Apart) Allow(mac [6]byte, known bool, now time.Time) bool {
+	if known {
+		return a.known.Allow(mac, now)
+	}
+	return a.others.Allow(mac, now)
 }

@@ -29,6 +29,20 @@ func TestLimiter(t *testing.T) {
 	}
 }
 
+// TestLimiterIsBounded: made-up MACs make it hold no more than so many, and never keep
+// one that is new from its burst.
+func TestLimiterIsBounded(t *testing.T) {
+	l := New()
+	for i := range 3 * most {
+		if !l.Allow([6]byte{2, 0, 0, byte(i >> 16), byte(i >> 8), byte(i)}, t0) {
+			t.Fatalf("MAC %d is not let through", i)
+		}
+	}
+	if len(l.buckets) != most {
+		t.Errorf("%d MACs are remembered, want %d", len(l.buckets), most)
+	}
+}
+
 func TestSeldom(t *testing.T) {
 	const every = 10 * time.Minute
 	var s Seldom

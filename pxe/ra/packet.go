@@ -61,3 +61,24 @@ func isSolicitation(b []byte, hops int, from netip.Addr) bool {
 	}
 	return true
 }
+
+// isAdvertisement judges whether a packet is a router's, which proves that it crossed none
+// (RFC 4861, 6.1.2); what it says does not matter here.
+func isAdvertisement(b []byte, hops int, from netip.Addr) bool {
+	return len(b) >= 16 && b[0] == typeAdvertisement && b[1] == 0 && hops == maxHops && from.IsLinkLocalUnicast()
+}
+
+// linkLocal is the address that firmware makes from its MAC (RFC 4291, appendix A).
+func linkLocal(mac net.HardwareAddr) netip.Addr {
+	return netip.AddrFrom16([16]byte{0xfe, 0x80, 8: mac[0] ^ 2, mac[1], mac[2], 0xff, 0xfe, mac[3], mac[4], mac[5]})
+}
+
+// solicitor is the MAC that a good solicitation says it comes from.
+func solicitor(b []byte) (mac net.HardwareAddr, ok bool) {
+	for options := b[8:]; len(options) > 0; options = options[int(options[1])*8:] {
+		if options[0] == optionSource && options[1] == 1 {
+			return net.HardwareAddr(options[2:8]), true
+		}
+	}
+	return nil, false
+}

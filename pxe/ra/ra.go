@@ -1,4 +1,4 @@
-// Package ra advertises a network on one interface (RFC 4861), so that machines ask DHCPv6 for their addresses.
+// Package ra advertises a network on one interface (RFC 4861), so that machines ask DHCPv6 for their addresses; or says that there is none to who waits for one.
 package ra
 
 import (
@@ -41,9 +41,19 @@ var (
 
 // Listen opens the socket, which only the interface reaches.
 func Listen(ctx context.Context, cfg Config) (*Server, error) {
-	iface, err := net.InterfaceByName(cfg.Interface)
+	iface, conn, p, err := open(ctx, cfg.Interface)
 	if err != nil {
-		return nil, fmt.Errorf("router advertisements: interface %s: %w", cfg.Interface, err)
+		return nil, err
+	}
+	return &Server{cfg: cfg, iface: iface, conn: conn, p: p,
+		plan: newSchedule(time.Now(), func(d time.Duration) time.Duration { return rand.N(d) })}, nil
+}
+
+// open is a socket that hears router solicitations, and more.
+func open(ctx context.Context, name string, more ...ipv6.ICMPType) (*net.Interface, *net.IPConn, *ipv6.PacketConn, error) {
+	iface, err := net.InterfaceByName(name)
+	if err != nil {
+		return nil, nil, nil, fmt.Errorf("router advertisements: interface %s: %w", name, err)
 	}
 	lc := net.ListenConfig{Control: func(_, _ string, c syscall.RawConn) error {
 		var bind error
@@ -54,26 +64,28 @@ func Listen(ctx context.Context, cfg Config) (*Server, error) {
 	}}
 	conn, err := lc.ListenPacket(ctx, "ip6:ipv6-icmp", "::")
 	if err != nil {
-		return nil, fmt.Errorf("router advertisements: %w", err)
+		return nil, nil, nil, fmt.Errorf("router advertisements: %w", err)
 	}
-	s := &Server{cfg: cfg, iface: iface, conn: conn.(*net.IPConn), p: ipv6.NewPacketConn(conn),
-		plan: newSchedule(time.Now(), func(d time.Duration) time.Duration { return rand.N(d) })}
+	p := ipv6.NewPacketConn(conn)
 	var only ipv6.ICMPFilter
 	only.SetAll(true)
-	only.Accept(ipv6.ICMPTypeRouterSolicitation)
+	for _, kind := range append(more, ipv6.ICMPTypeRouterSolicitation) {
+		only.Accept(kind)
+	}
 	for _, set := range []func() error{
-		func() error { return s.p.SetICMPFilter(&only) },
-		func() error { return s.p.SetControlMessage(ipv6.FlagHopLimit, true) },
-		func() error { return s.p.SetMulticastInterface(iface) },
-		func() error { return s.p.SetMulticastHopLimit(maxHops) },
-		func() error { return s.p.SetMulticastLoopback(false) }, // the box takes no address by it
-		func() error { return s.p.JoinGroup(iface, allRouters) },
+		func() error { return p.SetICMPFilter(&only) },
+		func() error { return p.SetControlMessage(ipv6.FlagHopLimit, true) },
+		func() error { return p.SetMulticastInterface(iface) },
+		func() error { return p.SetMulticastHopLimit(maxHops) },
+		func() error { return p.SetHopLimit(maxHops) },
+		func() error { return p.SetMulticastLoopback(false) }, // the box takes no address by it
+		func() error { return p.JoinGroup(iface, allRouters) },
 	} {
 		if err := set(); err != nil {
-			return nil, errors.Join(fmt.Errorf("router advertisements on %s: %w", cfg.Interface, err), conn.Close())
+			return nil, nil, nil, errors.Join(fmt.Errorf("router advertisements on %s: %w", name, err), conn.Close())
 		}
 	}
-	return s, nil
+	return iface, conn.(*net.IPConn), p, nil
 }
 
 // Close releases the socket.

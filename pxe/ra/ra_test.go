@@ -80,8 +80,14 @@ func FuzzIsSolicitation(f *testing.F) {
 		if has {
 			from = netip.MustParseAddr("fe80::1")
 		}
-		if isSolicitation(b, maxHops, from) && (b[0] != typeSolicitation || len(b)%8 != 0) {
+		if !isSolicitation(b, maxHops, from) {
+			return
+		}
+		if b[0] != typeSolicitation || len(b)%8 != 0 {
 			t.Errorf("%x is taken for a solicitation", b)
+		}
+		if mac, ok := solicitor(b); ok && len(mac) != 6 {
+			t.Errorf("%x comes from %s", b, mac)
 		}
 	})
 }
@@ -143,6 +149,32 @@ func TestSchedule(t *testing.T) {
 	}
 }
 
+// hearing is a socket inside of the host that hears advertisements and solicits them.
+func hearing(t *testing.T, h *pxetest.Host) (conn net.PacketConn, p *ipv6.PacketConn) {
+	t.Helper()
+	h.Do(func() (err error) {
+		if conn, err = net.ListenPacket("ip6:ipv6-icmp", "::"); err != nil {
+			return err
+		}
+		iface, err := net.InterfaceByName(h.Iface)
+		if err != nil {
+			return err
+		}
+		p = ipv6.NewPacketConn(conn)
+		var only ipv6.ICMPFilter
+		only.SetAll(true)
+		only.Accept(ipv6.ICMPTypeRouterAdvertisement)
+		for _, err := range []error{p.SetICMPFilter(&only), p.SetMulticastInterface(iface), p.SetMulticastHopLimit(255),
+			p.SetControlMessage(ipv6.FlagHopLimit|ipv6.FlagDst, true), p.JoinGroup(iface, allNodes)} {
+			if err != nil {
+				return err
+			}
+		}
+		return nil
+	})
+	return conn, p
+}
+
 // TestServe: a machine on the wire hears an advertisement of its own accord and
 // on asking; from the box's link-local address and its own MAC.
 func TestServe(t *testing.T) {
@@ -158,28 +190,7 @@ func TestServe(t *testing.T) {
 		t.Fatal(err)
 	}
 	s.plan.sent = initial // the next of its own accord comes minutes later
-	var conn net.PacketConn
-	var p *ipv6.PacketConn
-	h.Do(func() (err error) {
-		if conn, err = net.ListenPacket("ip6:ipv6-icmp", "::"); err != nil {
-			return err
-		}
-		iface, err := net.InterfaceByName("m0")
-		if err != nil {
-			return err
-		}
-		p = ipv6.NewPacketConn(conn)
-		var only ipv6.ICMPFilter
-		only.SetAll(true)
-		only.Accept(ipv6.ICMPTypeRouterAdvertisement)
-		for _, err := range []error{p.SetICMPFilter(&only), p.SetMulticastInterface(iface), p.SetMulticastHopLimit(255),
-			p.SetControlMessage(ipv6.FlagHopLimit, true), p.JoinGroup(iface, allNodes)} {
-			if err != nil {
-				return err
-			}
-		}
-		return nil
-	})
+	conn, p := hearing(t, h)
 	defer conn.Close()
 	ctx, cancel := context.WithCancel(t.Context())
 	done := make(chan error, 1)
@@ -210,5 +221,183 @@ func TestServe(t *testing.T) {
 	cancel()
 	if err := <-done; err != nil {
 		t.Errorf("Serve = %v, want nil", err)
+	}
+}
+
+// TestBare: who is expected is answered with nothing at all, and nobody else hears that;
+// who is not, or does not say who it is, hears nothing.
+func TestBare(t *testing.T) {
+	if !pxetest.InNamespace(t) {
+		return
+	}
+	const mac, other = "52:54:00:00:00:0a", "52:54:00:00:00:0b"
+	hosts := pxetest.Switch(t, "box0", netip.MustParsePrefix("10.77.0.1/24"), mac, other)
+	pxetest.WaitLinkLocal(t, "box0")
+	b, err := ListenBare(t.Context(), "box0", func(m string) bool { return m == mac }, slog.New(slog.NewTextHandler(t.Output(), nil)))
+	if err != nil {
+		t.Fatal(err)
+	}
+	defer b.Close()
+	ctx, cancel := context.WithCancel(t.Context())
+	done := make(chan error, 1)
+	go func() { done <- b.Serve(ctx) }()
+	var ears []*ipv6.PacketConn
+	for _, h := range hosts {
+		h.WaitLinkLocal()
+		conn, p := hearing(t, h)
+		defer conn.Close()
+		ears = append(ears, p)
+	}
+	solicit := func(p *ipv6.PacketConn, options ...byte) {
+		t.Helper()
+		if _, err := p.WriteTo(append([]byte{133, 7: 0}, options...), nil, allRouters); err != nil {
+			t.Fatal(err)
+		}
+	}
+	hear := func(p *ipv6.PacketConn, within time.Duration) (got []byte, cm *ipv6.ControlMessage, err error) {
+		buf := make([]byte, 1500)
+		_ = p.SetReadDeadline(time.Now().Add(within))
+		n, cm, _, err := p.ReadFrom(buf)
+		return buf[:n], cm, err
+	}
+	source := func(last byte) []byte { return []byte{1, 1, 0x52, 0x54, 0, 0, 0, last} }
+	// In this order: were those before the last answered, their answers would come first.
+	solicit(ears[1], source(0x0b)...)
+	solicit(ears[1])
+	solicit(ears[1], source(0x0a)...) // in another's name
+	solicit(ears[0])
+	solicit(ears[0], source(0x0a)...)
+	got, cm, err := hear(ears[0], 30*time.Second)
+	if err != nil {
+		t.Fatal(err)
+	}
+	want := append([]byte{134, 0, got[2], got[3]}, make([]byte, 12)...) // the kernel's checksum
+	if !bytes.Equal(got, want) || cm.HopLimit != 255 || !cm.Dst.IsLinkLocalUnicast() {
+		t.Errorf("%x to %s with hop limit %d, want %x to the machine's own address with 255", got, cm.Dst, cm.HopLimit, want)
+	}
+	for i, p := range ears {
+		if got, cm, err := hear(p, 200*time.Millisecond); err == nil {
+			t.Errorf("host %d hears %x to %s as well", i, got, cm.Dst)
+		}
+	}
+	cancel()
+	if err := <-done; err != nil {
+		t.Errorf("Serve = %v, want nil", err)
+	}
+}
+
+// TestBareBesideRouter: once a router was heard, of the LAN or on the box itself, nobody
+// is answered.
+func TestBareBesideRouter(t *testing.T) {
+	if !pxetest.InNamespace(t) {
+		return
+	}
+	hosts := pxetest.Switch(t, "box0", netip.MustParsePrefix("10.77.0.1/24"), "52:54:00:00:00:0a", "52:54:00:00:00:0b")
+	pxetest.WaitLinkLocal(t, "box0")
+	for _, h := range hosts {
+		h.WaitLinkLocal()
+	}
+	for name, router := range map[string]*pxetest.Host{"of the LAN": hosts[1], "on the box": nil} {
+		b, err := ListenBare(t.Context(), "box0", func(string) bool { return true }, slog.New(slog.NewTextHandler(t.Output(), nil)))
+		if err != nil {
+			t.Fatal(err)
+		}
+		ctx, cancel := context.WithCancel(t.Context())
+		done := make(chan error, 1)
+		go func() { done <- b.Serve(ctx) }()
+		conn, p := hearing(t, hosts[0])
+		// heard is what comes from the first that advertises.
+		heard := func(within time.Duration) []byte {
+			buf := make([]byte, 1500)
+			_ = p.SetReadDeadline(time.Now().Add(within))
+			n, _, _, _ := p.ReadFrom(buf)
+			return buf[:n]
+		}
+		solicit := func() {
+			t.Helper()
+			if _, err := p.WriteTo([]byte{133, 7: 0, 8: 1, 9: 1, 10: 0x52, 11: 0x54, 15: 0x0a}, nil, allRouters); err != nil {
+				t.Fatal(err)
+			}
+		}
+		solicit()
+		if got := heard(30 * time.Second); len(got) != len(bare) {
+			t.Fatalf("without a router: %x, want an answer", got)
+		}
+		advertise(t, router)
+		if got := heard(30 * time.Second); len(got) < 16 || got[7] != 30 {
+			t.Fatalf("%s: %x, want the router's", name, got)
+		}
+		for range 3 {
+			solicit()
+		}
+		if got := heard(500 * time.Millisecond); len(got) > 0 {
+			t.Errorf("beside a router %s: %x, want nothing", name, got)
+		}
+		cancel()
+		if err := <-done; err != nil {
+			t.Errorf("Serve = %v, want nil", err)
+		}
+		conn.Close()
+		b.Close()
+	}
+}
+
+// advertise is what a router does, on the box where it is nil.
+func advertise(t *testing.T, router *pxetest.Host) {
+	t.Helper()
+	send := func(iface string) error {
+		i, err := net.InterfaceByName(iface)
+		if err != nil {
+			return err
+		}
+		conn, err := net.ListenPacket("ip6:ipv6-icmp", "::")
+		if err != nil {
+			return err
+		}
+		defer conn.Close()
+		p := ipv6.NewPacketConn(conn)
+		_ = p.SetMulticastHopLimit(255)
+		_, err = p.WriteTo([]byte{134, 4: 64, 7: 30, 15: 0}, &ipv6.ControlMessage{IfIndex: i.Index}, allNodes)
+		return err
+	}
+	if router != nil {
+		router.Do(func() error { return send(router.Iface) })
+	} else if err := send("box0"); err != nil {
+		t.Fatal(err)
+	}
+}
+
+// TestQuiet: for how long a router is there, and what is taken for one.
+func TestQuiet(t *testing.T) {
+	b := new(Bare)
+	if b.quiet(t0) {
+		t.Error("quiet without a router")
+	}
+	b.router = t0
+	for after, want := range map[time.Duration]bool{0: true, quietFor - 1: true, quietFor: false} {
+		if got := b.quiet(t0.Add(after)); got != want {
+			t.Errorf("quiet %s after a router = %v, want %v", after, got, want)
+		}
+	}
+	good := []byte{134, 15: 0}
+	for _, tt := range []struct {
+		name string
+		b    []byte
+		hops int
+		from string
+		want bool
+	}{
+		{"a router's", good, 255, "fe80::1", true},
+		{"with an option", append(bytes.Clone(good), 5, 1, 0, 0, 0, 0, 5, 220), 255, "fe80::1", true},
+		{"over another", good, 254, "fe80::1", false},
+		{"from elsewhere", good, 255, "fd00::1", false},
+		{"too short", good[:15], 255, "fe80::1", false},
+		{"a code", []byte{134, 1, 15: 0}, 255, "fe80::1", false},
+		{"another type", []byte{133, 15: 0}, 255, "fe80::1", false},
+		{"nothing", nil, 255, "fe80::1", false},
+	} {
+		if got := isAdvertisement(tt.b, tt.hops, netip.MustParseAddr(tt.from)); got != tt.want {
+			t.Errorf("isAdvertisement(%s) = %v, want %v", tt.name, got, tt.want)
+		}
 	}
 }

@@ -13,19 +13,21 @@ import (
 	"time"
 
 	"github.com/better-compute/site-appliance/appliance/base/bound"
+	"github.com/better-compute/site-appliance/appliance/base/printable"
 )
 
 // Port is syslog's over UDP (RFC 5426).
 const Port = 514
 
-// Bounds: of a line, of a machine's lines, of machines, and of what one machine
-// and all together may send in a second.
+// Bounds: of a line, of a machine's lines, of machines, and of what one machine, all
+// together and all strangers together may send in a second.
 const (
 	maxLine     = 480
 	maxLines    = 200
 	maxMachines = 1024
 	perMachine  = 100
 	inAll       = 2000
+	inStrange   = inAll / 4
 )
 
 // Store has the lines by MAC. It is safe for concurrent use. Its zero value is ready.
@@ -33,11 +35,13 @@ type Store struct {
 	mu     sync.Mutex
 	byMAC  map[string]*lines
 	all    budget
+	others budget
 	missed int
 }
 
 type lines struct {
 	text   []string
+	known  bool
 	last   time.Time
 	budget budget
 }
@@ -56,8 +60,9 @@ func (b *budget) take(now time.Time, most int) bool {
 	return b.spent <= most
 }
 
-// Add keeps a line, unless the machine sends too many.
-func (s *Store) Add(mac, text string, now time.Time) {
+// Add keeps a line, unless the machine sends too many. Machines that are not known,
+// whose MACs may be made up, are bounded together, and keep out no known one.
+func (s *Store) Add(mac string, known bool, text string, now time.Time) {
 	text = clean(text)
 	if text == "" {
 		return
@@ -66,17 +71,10 @@ func (s *Store) Add(mac, text string, now time.Time) {
 	defer s.mu.Unlock()
 	l := s.byMAC[mac]
 	if l == nil {
-		if len(s.byMAC) >= maxMachines {
-			s.pushOut()
-		}
-		if s.byMAC == nil {
-			s.byMAC = make(map[string]*lines)
-		}
 		l = &lines{}
-		s.byMAC[mac] = l
 	}
 	// The machine's own first: what it has too much of is not taken from the others.
-	if !l.budget.take(now, perMachine) || !s.all.take(now, inAll) {
+	if !l.budget.take(now, perMachine) || !known && !s.others.take(now, inStrange) || !s.all.take(now, inAll) || !s.place(mac, known, l) {
 		s.missed++
 		return
 	}
@@ -87,14 +85,30 @@ func (s *Store) Add(mac, text string, now time.Time) {
 	}
 }
 
-func (s *Store) pushOut() {
-	var oldest string
-	for mac, l := range s.byMAC {
-		if oldest == "" || l.last.Before(s.byMAC[oldest].last) {
-			oldest = mac
-		}
+// place says whether there is room for the machine. The one that was quiet the longest
+// makes it: one that is not known, as long as there is any.
+func (s *Store) place(mac string, known bool, l *lines) bool {
+	l.known = known
+	if s.byMAC[mac] != nil {
+		return true
 	}
-	delete(s.byMAC, oldest)
+	if s.byMAC == nil {
+		s.byMAC = make(map[string]*lines)
+	}
+	if len(s.byMAC) >= maxMachines {
+		oldest, at := "", (*lines)(nil)
+		for mac, l := range s.byMAC {
+			if at == nil || !l.known && at.known || l.known == at.known && l.last.Before(at.last) {
+				oldest, at = mac, l
+			}
+		}
+		if at.known && !known {
+			return false
+		}
+		delete(s.byMAC, oldest)
+	}
+	s.byMAC[mac] = l
+	return true
 }
 
 // Tail are the machine's last lines, oldest first, at most n.
@@ -114,16 +128,8 @@ func clean(s string) string {
 	if end := strings.IndexByte(s, '>'); strings.HasPrefix(s, "<") && end > 0 && end <= 4 {
 		s = s[end+1:]
 	}
-	s = strings.TrimSpace(strings.Map(func(r rune) rune {
-		switch {
-		case r == '\t' || r == '\n':
-			return ' '
-		case r < ' ' || r > '~':
-			return -1
-		}
-		return r
-	}, s))
-	return s[:min(len(s), maxLine)]
+	s = strings.NewReplacer("\t", " ", "\n", " ").Replace(s)
+	return printable.ASCII(strings.TrimSpace(printable.ASCII(s, len(s))), maxLine)
 }
 
 // Config is one interface's.
@@ -132,9 +138,11 @@ type Config struct {
 	Address   netip.Addr
 	// Holder is the MAC that DHCP gave an address to: lines of others are dropped.
 	Holder func(netip.Addr) (mac string, ok bool)
-	Store  *Store
-	Now    func() time.Time
-	Log    *slog.Logger
+	// Known says whether a MAC is of a machine that somebody vouches for.
+	Known func(mac string) bool
+	Store *Store
+	Now   func() time.Time
+	Log   *slog.Logger
 }
 
 // Server is the open socket.
@@ -171,7 +179,7 @@ func (s *Server) Serve(ctx context.Context) error {
 			continue // an ICMP error of somebody else's
 		}
 		if mac, ok := s.cfg.Holder(from.Addr().Unmap()); ok {
-			s.cfg.Store.Add(mac, string(buf[:n]), s.cfg.Now())
+			s.cfg.Store.Add(mac, s.cfg.Known(mac), string(buf[:n]), s.cfg.Now())
 		}
 	}
 }

@@ -137,8 +137,10 @@ func errorPacket(code byte, message string) []byte {
 type gate struct {
 	*net.UDPConn
 	max, perClient int
-	now            func() time.Time
-	limiter        *limit.Limiter
+	// counts is whom an address counts for, as Config.CountsFor.
+	counts  func(netip.Addr) (machine string, known bool)
+	now     func() time.Time
+	limiter *limit.Limiter
 	// refused answers a request for what its sender may not have, and says so: that
 	// costs no transfer's socket. It may be nil.
 	refused func(from netip.AddrPort, name string) bool
@@ -158,19 +160,23 @@ type gate struct {
 
 // slot is one transfer, of either server.
 type slot struct {
+	machine  string
+	known    bool
 	began    time.Time
+	opening  string // the file that is being opened, which may take long
 	answered bool
 	library  bool
 	drop     context.CancelFunc
 }
 
 func newGate(conn *net.UDPConn, most, perClient int, now func() time.Time) *gate {
-	return &gate{UDPConn: conn, max: most, perClient: perClient, now: now, limiter: limit.New(),
+	byAddress := func(a netip.Addr) (string, bool) { return a.String(), true }
+	return &gate{UDPConn: conn, max: most, perClient: perClient, counts: byAddress, now: now, limiter: limit.New(),
 		active: make(map[netip.AddrPort]*slot), passing: make(map[netip.AddrPort]*slot), drained: make(chan struct{})}
 }
 
-// repeatWindow is how long a request from the same port counts as its repeat:
-// the transfer that runs sends its first packet again by itself.
+// repeatWindow is how long a request from the same port counts as its repeat, once
+// the file is open: the transfer that runs sends its first packet again by itself.
 const repeatWindow = 2 * time.Second
 
 func (g *gate) ReadFrom(b []byte) (int, net.Addr, error) {
@@ -188,7 +194,7 @@ func (g *gate) ReadFrom(b []byte) (int, net.Addr, error) {
 			continue
 		}
 		from = netip.AddrPortFrom(from.Addr().Unmap(), from.Port())
-		if !g.limiter.Allow(countsFor(from), g.now()) {
+		if !g.limiter.Allow(g.bucket(from), g.now()) {
 			continue // a flood must not fill the kernel's queue
 		}
 		r, err := parse(buf[:n])
@@ -205,6 +211,9 @@ func (g *gate) ReadFrom(b []byte) (int, net.Addr, error) {
 		}
 		if g.refused != nil && g.refused(from, r.name) {
 			continue
+		}
+		if g.awaits(from, r.name) {
+			continue // GRUB asks again until it is answered
 		}
 		ctx, cancel := context.WithCancelCause(context.Background())
 		slot, silent := g.admit(from, r.plain() && g.answers(from), func() { cancel(errDropped) })
@@ -237,11 +246,17 @@ func (g *gate) answers(to netip.AddrPort) bool {
 	return c.LocalAddr().(*net.UDPAddr).AddrPort().Addr().Unmap() == g.LocalAddr().(*net.UDPAddr).AddrPort().Addr().Unmap()
 }
 
-// countsFor is whom a packet counts for: an eighth of an address, by its ports, so
-// that a GRUB that fetches its many modules is not held up.
-func countsFor(from netip.AddrPort) [6]byte {
-	a := from.Addr().As16()
-	k := [6]byte(a[10:])
+// bucket is what a packet counts for: an eighth of an address, by its ports, so
+// that a GRUB that fetches its many modules is not held up. Of IPv6 a host has as
+// many addresses as it likes: those that are no machine's are one.
+func (g *gate) bucket(from netip.AddrPort) (k [6]byte) {
+	machine := ""
+	if from.Addr().Is6() {
+		machine, _ = g.counts(from.Addr())
+	}
+	if a := from.Addr().As16(); from.Addr().Is4() || machine != "" {
+		k = [6]byte(a[10:])
+	}
 	k[0] = byte(from.Port() % 8)
 	return k
 }
@@ -260,7 +275,10 @@ var errDropped = errors.New("another client needed its place")
 // there is no place: firmware asks again for half a minute, and gives up on an
 // error. At a cap, the oldest transfer that nobody has answered makes room:
 // requests with a forged source get no answer, so they keep out nobody who does.
+// Machines that nobody vouches for have half of the places together: their MACs can
+// be made up.
 func (g *gate) admit(from netip.AddrPort, plain bool, drop context.CancelFunc) (s *slot, silent bool) {
+	machine, known := g.counts(from.Addr())
 	g.mu.Lock()
 	defer g.mu.Unlock()
 	now := g.now()
@@ -271,35 +289,35 @@ func (g *gate) admit(from netip.AddrPort, plain bool, drop context.CancelFunc) (
 	if running {
 		g.remove(from, before)
 	}
-	same := 0
-	var oldest, oldestSame netip.AddrPort
-	older := func(a, than netip.AddrPort) bool {
-		return !than.IsValid() || g.active[a].began.Before(g.active[than].began)
-	}
+	var all, same, strange share
 	for a, s := range g.active {
-		if a.Addr() == from.Addr() {
-			same++
-			if !s.answered && older(a, oldestSame) {
-				oldestSame = a
-			}
+		all.add(a, s)
+		if s.machine == machine {
+			same.add(a, s)
 		}
-		if !s.answered && older(a, oldest) {
-			oldest = a
+		if !s.known {
+			strange.add(a, s)
 		}
 	}
-	if same >= g.perClient {
-		if !oldestSame.IsValid() {
-			return nil, false
+	for _, bound := range []struct {
+		share
+		reached, silent bool
+	}{
+		{same, same.n >= g.perClient, false},
+		{strange, !known && strange.n >= max(g.max/2, 1), true},
+		{all, all.n >= g.max, true},
+	} {
+		if !bound.reached {
+			continue
 		}
-		g.remove(oldestSame, g.active[oldestSame])
-	} else if len(g.active) >= g.max {
-		if !oldest.IsValid() {
-			return nil, true
+		if bound.unanswered == nil {
+			return nil, bound.silent
 		}
-		g.remove(oldest, g.active[oldest])
+		g.remove(bound.oldest, bound.unanswered)
+		break // one place is what it takes
 	}
 	// The library's transfers cannot be dropped, so few may wait there for an answer.
-	s = &slot{began: now, drop: drop, library: plain && g.passed < max(g.max/2, 1) && g.passing[from] == nil}
+	s = &slot{machine: machine, known: known, began: now, drop: drop, library: plain && g.passed < max(g.max/2, 1) && g.passing[from] == nil}
 	if s.library {
 		g.passed++
 		g.passing[from] = s
@@ -307,6 +325,20 @@ func (g *gate) admit(from netip.AddrPort, plain bool, drop context.CancelFunc) (
 	}
 	g.active[from] = s
 	return s, false
+}
+
+// share are transfers that count together, and the oldest that nobody has answered.
+type share struct {
+	n          int
+	oldest     netip.AddrPort
+	unanswered *slot
+}
+
+func (h *share) add(a netip.AddrPort, s *slot) {
+	h.n++
+	if !s.answered && (h.unanswered == nil || s.began.Before(h.unanswered.began)) {
+		h.oldest, h.unanswered = a, s
+	}
 }
 
 // windowBytes is what one more transfer may keep for sending again.
@@ -329,6 +361,22 @@ func (g *gate) begun(from netip.AddrPort) *slot {
 	s := g.passing[from]
 	delete(g.passing, from)
 	return s
+}
+
+// opens says which file is being opened for a transfer, and with none that it is open
+// and its first packet is sent now.
+func (g *gate) opens(s *slot, name string) {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	s.opening, s.began = name, g.now()
+}
+
+// awaits says that what from asks for is being opened for it already.
+func (g *gate) awaits(from netip.AddrPort, name string) bool {
+	g.mu.Lock()
+	defer g.mu.Unlock()
+	s := g.active[from]
+	return s != nil && s.opening == name
 }
 
 // established says that the client has answered.

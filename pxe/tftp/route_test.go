@@ -32,7 +32,9 @@ func TestAnswersLeaveAsTheyCame(t *testing.T) {
 		})
 		lans = append(lans, lan)
 		srv, err := Listen(t.Context(), Config{Interface: near, Address: own, Log: slog.New(slog.DiscardHandler),
-			Open:  func(netip.Addr, string) (files.File, error) { return memory{bytes.NewReader(content)}, nil },
+			Open: func(context.Context, netip.Addr, string) (files.File, error) {
+				return memory{bytes.NewReader(content)}, nil
+			},
 			Ended: func(Transfer) {}})
 		if err != nil {
 			t.Fatal(err)

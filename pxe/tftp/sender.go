@@ -11,6 +11,7 @@ import (
 	"net/netip"
 	"slices"
 	"strconv"
+	"strings"
 	"time"
 
 	"golang.org/x/net/ipv4"
@@ -79,9 +80,17 @@ type sender struct {
 }
 
 // errPeer is the client's own ERROR.
-type errPeer struct{ code uint16 }
+type errPeer struct {
+	code uint16
+	text string
+}
 
 func (e errPeer) Error() string { return fmt.Sprintf("the client ended it: code %d", e.code) }
+
+// closes says that a client's ERROR is GRUB's, which ends so what it does not read to its end.
+func closes(code uint16, text string) bool {
+	return code == codeUndefined && strings.TrimRight(text, "\x00") == "closed"
+}
 
 var errGone = errors.New("the client answers no more")
 
@@ -96,9 +105,15 @@ func (s *Server) sendFile(ctx context.Context, r request, slot *slot, from netip
 	defer conn.Close()
 	stop := context.AfterFunc(ctx, func() { _ = conn.SetReadDeadline(time.Unix(1, 0)) })
 	defer stop()
-	f, err := s.open(from.Addr(), r.name)
+	f, err := s.openFor(ctx, slot, from.Addr(), r.name)
 	if err != nil {
-		_, _ = conn.WriteToUDPAddrPort(errorPacket(codeNotFound, errNotFound.Error()), from)
+		switch {
+		case errors.Is(context.Cause(ctx), errDropped): // as below
+		case ctx.Err() != nil:
+			_, _ = conn.WriteToUDPAddrPort(errorPacket(codeUndefined, errStopped.Error()), from)
+		default:
+			_, _ = conn.WriteToUDPAddrPort(errorPacket(codeNotFound, errNotFound.Error()), from)
+		}
 		return
 	}
 	defer f.Close()
@@ -108,7 +123,7 @@ func (s *Server) sendFile(ctx context.Context, r request, slot *slot, from netip
 	var peer errPeer
 	switch {
 	case err == nil:
-	case errors.As(err, &peer) && t.w.acked <= 0:
+	case errors.As(err, &peer) && (t.w.acked <= 0 || closes(peer.code, peer.text)):
 		end.Outcome = Probed
 	case errors.Is(context.Cause(ctx), errDropped):
 		// Who asked may be somebody who is slow: he asks again, unless he is told an error.
@@ -198,7 +213,7 @@ func (s *sender) serve(ctx context.Context, established func()) error {
 			number := binary.BigEndian.Uint16(buf[2:])
 			switch binary.BigEndian.Uint16(buf) {
 			case opError:
-				return errPeer{number}
+				return errPeer{number, string(buf[4:n])}
 			case opAck:
 				again = s.w.ack(number, time.Since(began))
 				if again && !answered {

@@ -113,6 +113,33 @@ func TestAbortsOnPurposeAreProbes(t *testing.T) {
 	}
 }
 
+// TestClosedIsNoFailure: GRUB's ERROR ends what it does not read to its end, in the
+// middle of the file, and another ERROR there is a failure.
+func TestClosedIsNoFailure(t *testing.T) {
+	for _, options := range [][]string{{"blksize", "1024", "tsize", "0"}, {"blksize", "1024", "windowsize", "1"}} {
+		for _, tt := range []struct {
+			code byte
+			text string
+			want Outcome
+		}{{0, "closed", Probed}, {3, "closed", Failed}, {0, "disk full", Failed}} {
+			s := start(t, 10, 10)
+			conn := client(t)
+			_, from := exchange(t, conn, s.addr, packetOf(1, append([]string{"snponly.efi", "octet"}, options...)...))
+			for block := range byte(3) {
+				exchange(t, conn, from.String(), []byte{0, opAck, 0, block})
+			}
+			_, _ = conn.WriteToUDP(errorPacket(tt.code, tt.text), from)
+			deadline := time.Now().Add(10 * time.Second)
+			for len(s.transfers()) == 0 && time.Now().Before(deadline) {
+				time.Sleep(5 * time.Millisecond)
+			}
+			if got := s.transfers(); len(got) != 1 || got[0].Outcome != tt.want || (got[0].Err != nil) != (tt.want == Failed) {
+				t.Errorf("%v, ERROR %d %q: transfers = %+v, want one %s", options, tt.code, tt.text, got, tt.want)
+			}
+		}
+	}
+}
+
 // A flood of requests that nobody answers keeps no one out who does.
 func TestFloodKeepsNobodyOut(t *testing.T) {
 	s := start(t, 8, 4)

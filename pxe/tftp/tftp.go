@@ -29,8 +29,12 @@ const (
 	defaultPerClient = 8
 	retransmit       = time.Second
 	retries          = 6
-	// perMinute is how many refusals of one client are logged.
-	perMinute = 1
+	// patience is how long a file may have nothing to send: GRUB, which alone reads what
+	// still arrives, waits for a block for 33 seconds.
+	patience = 40 * time.Second
+	// perMinute is how many refusals of one client are logged, and othersPerMinute of
+	// all together that are no known machine's.
+	perMinute, othersPerMinute = 1, 256
 	// overhead of IPv4, UDP and TFTP in a packet of the interface's MTU. IPv6's
 	// header is longer.
 	overhead = 20 + 8 + 4
@@ -42,7 +46,8 @@ type Outcome string
 
 const (
 	Done Outcome = "done"
-	// Probed: the client asked for the size and went away, as firmware does.
+	// Probed: the client asked for the size and went away, as firmware does, or closed
+	// what it had read enough of, as GRUB does.
 	Probed Outcome = "probed"
 	Failed Outcome = "failed"
 )
@@ -61,11 +66,18 @@ type Config struct {
 	Interface string
 	Address   netip.Addr
 	// Open opens what client may read under name, a relative path with single slashes.
-	Open func(client netip.Addr, name string) (files.File, error)
+	// ctx ends with the transfer: reading what has not come yet ends with it too.
+	Open func(ctx context.Context, client netip.Addr, name string) (files.File, error)
 	// Refuse says, without waiting for anything, that Open would refuse: the one
 	// reader of the port asks it. Nil: Open itself is asked.
 	Refuse func(client netip.Addr, name string) error
-	// Ended is told of each transfer that Open allowed; it must not block.
+	// CountsFor is whom the caps and what is logged count an address for: the machine that
+	// has it, empty for nobody's, and whether somebody vouches for that. Nil: each
+	// address counts by itself.
+	CountsFor func(netip.Addr) (machine string, known bool)
+	// Ended is told of each transfer that Open allowed, but for those whose place another
+	// client needed before anybody answered, or whose own port asked again later than
+	// a repeat; it must not block.
 	Ended func(Transfer)
 	Log   *slog.Logger
 	// MaxTransfers and MaxPerClient cap what runs at once; 0: 1024 and 8.
@@ -78,8 +90,10 @@ type Server struct {
 	gate       *gate
 	mtu        int
 	retransmit time.Duration
+	patience   time.Duration
 	own        sync.WaitGroup
 	refusals   limit.Minute // that are logged
+	others     limit.Minute
 }
 
 // Listen opens the socket.
@@ -98,7 +112,10 @@ func Listen(ctx context.Context, cfg Config) (*Server, error) {
 	if err != nil {
 		return nil, fmt.Errorf("tftp: %w", err)
 	}
-	s := &Server{cfg: cfg, gate: newGate(conn, cfg.MaxTransfers, cfg.MaxPerClient, time.Now), refusals: limit.Minute{Most: perMinute}, mtu: iface.MTU, retransmit: retransmit}
+	s := &Server{cfg: cfg, gate: newGate(conn, cfg.MaxTransfers, cfg.MaxPerClient, time.Now), refusals: limit.Minute{Most: perMinute}, others: limit.Minute{Most: othersPerMinute}, mtu: iface.MTU, retransmit: retransmit, patience: patience}
+	if cfg.CountsFor != nil {
+		s.gate.counts = cfg.CountsFor
+	}
 	if cfg.Address.Is6() {
 		s.mtu -= longer6
 	}
@@ -135,7 +152,7 @@ func (s *Server) Serve(ctx context.Context) error {
 	}
 	defer refusals.Close()
 	s.gate.refused = func(from netip.AddrPort, name string) bool {
-		if err := s.look(from.Addr(), name); err != nil {
+		if err := s.look(ctx, from.Addr(), name); err != nil {
 			_, _ = refusals.WriteToUDPAddrPort(errorPacket(codeNotFound, errNotFound.Error()), from)
 			return true
 		}
@@ -174,7 +191,10 @@ func (s *Server) read(ctx context.Context, name string, to io.ReaderFrom) error 
 		return errStopped
 	}
 	defer s.gate.done(from, slot)
-	f, err := s.open(from.Addr(), name)
+	f, err := s.openFor(ctx, slot, from.Addr(), name)
+	if err != nil && ctx.Err() != nil {
+		return errStopped
+	}
 	if err != nil {
 		return errNotFound
 	}
@@ -188,6 +208,8 @@ func (s *Server) read(ctx context.Context, name string, to io.ReaderFrom) error 
 	// The library words the peer's ERROR so, to its option acknowledgement and to the first block.
 	case strings.HasPrefix(err.Error(), "sending block 0: code="), strings.HasPrefix(err.Error(), "sending block 1: code="):
 		t.Outcome, t.Err = Probed, nil
+	case peerCloses(err):
+		t.Outcome, t.Err = Probed, nil
 	default:
 		t.Outcome = Failed
 		if src.err != nil {
@@ -199,8 +221,16 @@ func (s *Server) read(ctx context.Context, name string, to io.ReaderFrom) error 
 	return nil
 }
 
+// peerCloses is closes of what the library makes of the peer's ERROR.
+func peerCloses(err error) bool {
+	var block, code uint16
+	_, text, ok := strings.Cut(err.Error(), ", error: ")
+	n, _ := fmt.Sscanf(err.Error(), "sending block %d: code=%d, error: ", &block, &code)
+	return ok && n == 2 && closes(code, text)
+}
+
 // look says whether open would refuse.
-func (s *Server) look(client netip.Addr, name string) error {
+func (s *Server) look(ctx context.Context, client netip.Addr, name string) error {
 	if s.cfg.Refuse != nil {
 		err := s.cfg.Refuse(client, name)
 		if err != nil {
@@ -208,24 +238,65 @@ func (s *Server) look(client netip.Addr, name string) error {
 		}
 		return err
 	}
-	f, err := s.open(client, name)
+	f, err := s.open(ctx, client, name)
 	if err == nil {
 		_ = f.Close() // it was only looked at
 	}
 	return err
 }
 
-func (s *Server) open(client netip.Addr, name string) (files.File, error) {
-	f, err := s.cfg.Open(client, name)
+// openFor opens the file of a transfer.
+func (s *Server) openFor(ctx context.Context, slot *slot, client netip.Addr, name string) (files.File, error) {
+	s.gate.opens(slot, name)
+	defer s.gate.opens(slot, "")
+	return s.open(ctx, client, name)
+}
+
+// open opens a file whose opening and reading end with ctx, and as soon as they
+// have taken longer than the client waits.
+func (s *Server) open(ctx context.Context, client netip.Addr, name string) (files.File, error) {
+	reading, end := context.WithCancel(ctx)
+	late := time.AfterFunc(s.patience, end)
+	f, err := s.cfg.Open(reading, client, name)
+	late.Stop()
 	if err != nil {
-		s.refused(client, name, err)
+		end()
+		if ctx.Err() == nil { // or nobody refused it
+			s.refused(client, name, err)
+		}
+		return nil, err
 	}
-	return f, err
+	return &timely{f, s.patience, end}, nil
+}
+
+// timely is a file that ends its own context when it has nothing for so long.
+type timely struct {
+	files.File
+	limit time.Duration
+	end   context.CancelFunc
+}
+
+func (f *timely) Read(b []byte) (int, error) {
+	late := time.AfterFunc(f.limit, f.end)
+	n, err := f.File.Read(b)
+	if !late.Stop() && err != nil && err != io.EOF {
+		err = fmt.Errorf("nothing came for %v, and the client waits no longer: %w", f.limit, err)
+	}
+	return n, err
+}
+
+func (f *timely) Close() error {
+	f.end()
+	return f.File.Close()
 }
 
 func (s *Server) refused(client netip.Addr, name string, reason error) {
+	if name == files.Autoexec {
+		return
+	}
 	// Firmware that finds nothing may ask without end.
-	if more, withheld := s.refusals.Count(client.String(), s.gate.now()); more {
+	more, withheld := s.refusals.Count(client.String(), s.gate.now())
+	if _, known := s.gate.counts(client); more && (known || s.others.More("", s.gate.now())) {
 		s.cfg.Log.Info("TFTP request refused", "client", client.String(), "file", name, "reason", reason, "untold", withheld)
 	}
 }

@@ -110,10 +110,10 @@ func start(t testing.TB, transfers, perClient int) *server {
 		t.Fatal(err)
 	}
 	s := &server{addr: conn.LocalAddr().String()}
-	srv := &Server{mtu: 1500, retransmit: 200 * time.Millisecond, gate: newGate(conn, transfers, perClient, time.Now), cfg: Config{
+	srv := &Server{mtu: 1500, retransmit: 200 * time.Millisecond, patience: patience, gate: newGate(conn, transfers, perClient, time.Now), cfg: Config{
 		Interface: "lo", Address: netip.MustParseAddr("127.0.0.1"),
 		Log: slog.New(slog.DiscardHandler),
-		Open: func(_ netip.Addr, name string) (files.File, error) {
+		Open: func(_ context.Context, _ netip.Addr, name string) (files.File, error) {
 			if name != "snponly.efi" {
 				return nil, &os.PathError{Op: "open", Path: "/secret/place/" + name, Err: os.ErrNotExist}
 			}
@@ -278,9 +278,11 @@ func TestEndsInTheMiddleOfARequest(t *testing.T) {
 		t.Fatal(err)
 	}
 	looks, goOn := make(chan struct{}), make(chan struct{})
-	srv := &Server{mtu: 1500, retransmit: 50 * time.Millisecond, gate: newGate(conn, 4, 4, time.Now), cfg: Config{
+	srv := &Server{mtu: 1500, retransmit: 50 * time.Millisecond, patience: patience, gate: newGate(conn, 4, 4, time.Now), cfg: Config{
 		Interface: "lo", Address: netip.MustParseAddr("127.0.0.1"), Log: slog.New(slog.DiscardHandler), Ended: func(Transfer) {},
-		Open:   func(netip.Addr, string) (files.File, error) { return memory{bytes.NewReader(content)}, nil },
+		Open: func(context.Context, netip.Addr, string) (files.File, error) {
+			return memory{bytes.NewReader(content)}, nil
+		},
 		Refuse: func(netip.Addr, string) error { close(looks); <-goOn; return nil },
 	}}
 	ctx, cancel := context.WithCancel(t.Context())
@@ -317,9 +319,9 @@ func TestRefuseIsAsked(t *testing.T) {
 	}
 	var mu sync.Mutex
 	var opened []string
-	srv := &Server{mtu: 1500, retransmit: 200 * time.Millisecond, gate: newGate(conn, 4, 4, time.Now), cfg: Config{
+	srv := &Server{mtu: 1500, retransmit: 200 * time.Millisecond, patience: patience, gate: newGate(conn, 4, 4, time.Now), cfg: Config{
 		Interface: "lo", Address: netip.MustParseAddr("127.0.0.1"), Log: slog.New(slog.DiscardHandler), Ended: func(Transfer) {},
-		Open: func(_ netip.Addr, name string) (files.File, error) {
+		Open: func(_ context.Context, _ netip.Addr, name string) (files.File, error) {
 			mu.Lock()
 			defer mu.Unlock()
 			opened = append(opened, name)

@@ -2,6 +2,7 @@ package tftp
 
 import (
 	"bytes"
+	"context"
 	"encoding/binary"
 	"log/slog"
 	"net"
@@ -156,7 +157,7 @@ func TestRefusalsAreLoggedOnceAMinute(t *testing.T) {
 	var log bytes.Buffer
 	s := &Server{gate: newGate(client(t), 1, 1, func() time.Time { return now }), refusals: limit.Minute{Most: perMinute}, cfg: Config{
 		Log:  slog.New(slog.NewTextHandler(&log, nil)),
-		Open: func(netip.Addr, string) (files.File, error) { return nil, os.ErrNotExist }}}
+		Open: func(context.Context, netip.Addr, string) (files.File, error) { return nil, os.ErrNotExist }}}
 	for _, tt := range []struct {
 		after  time.Duration
 		client string
@@ -171,7 +172,7 @@ func TestRefusalsAreLoggedOnceAMinute(t *testing.T) {
 	} {
 		now = now.Add(tt.after)
 		log.Reset()
-		if f, err := s.open(netip.MustParseAddr(tt.client), "none"); err == nil || f != nil {
+		if f, err := s.open(t.Context(), netip.MustParseAddr(tt.client), "none"); err == nil || f != nil {
 			t.Fatalf("open = %v, %v, want an error", f, err)
 		}
 		if got := strings.TrimSpace(log.String()); !strings.HasSuffix(got, tt.want) || (got == "") != (tt.want == "") {

@@ -289,7 +289,7 @@ func beTFTPServer(ctx context.Context, name string) error {
 		}, nil).ListenAndServe(tftpAt.String())
 	}
 	server, err := tftp.Listen(ctx, tftp.Config{Interface: "box0", Address: tftpAt.Addr(), Log: slog.New(slog.DiscardHandler),
-		Open:  func(_ netip.Addr, name string) (files.File, error) { return dir.Open(name) },
+		Open:  func(_ context.Context, _ netip.Addr, name string) (files.File, error) { return dir.Open(name) },
 		Ended: func(tftp.Transfer) {}})
 	if err != nil {
 		return err

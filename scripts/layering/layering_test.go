@@ -85,7 +85,7 @@ var rules = map[string][]string{
 // of a box's line.
 var testExtra = []string{
 	"appliance/site/netnstest", "bmc/bmctest", "image/qemutest", "image/authenticode", "pxe/isoclass/isotest", "scripts/lab",
-	"appliance/gateway/commands", "appliance/gateway/gatewaytest", "appliance/gateway/grants", "appliance/gateway/keys", "appliance/gateway/store",
+	"appliance/gateway/commands", "appliance/gateway/gatewaytest", "appliance/gateway/grants", "appliance/gateway/keys", "appliance/gateway/metal", "appliance/gateway/store",
 }
 
 func TestDirections(t *testing.T) {

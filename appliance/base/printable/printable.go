@@ -30,3 +30,14 @@ func Excerpt(s string, instead rune, most int) string {
 	}
 	return string([]rune(s)[:most]) + "…"
 }
+
+// ASCII is the first most bytes of what prints in s and is ASCII.
+func ASCII(s string, most int) string {
+	s = strings.Map(func(r rune) rune {
+		if r < ' ' || r > '~' {
+			return -1
+		}
+		return r
+	}, s)
+	return s[:min(len(s), most)]
+}

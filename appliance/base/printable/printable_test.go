@@ -26,3 +26,13 @@ func TestExcerpt(t *testing.T) {
 		}
 	}
 }
+
+func TestASCII(t *testing.T) {
+	for in, want := range map[string]string{
+		"": "", "PXE": "PXE", "\x1b[2Jab\r\n\x00": "[2Jab", "Müller\xff": "Mller", " ~\x7f": " ~", strings.Repeat("é", 9) + "123456": "12345",
+	} {
+		if got := ASCII(in, 5); got != want {
+			t.Errorf("ASCII(%q) = %q, want %q", in, got, want)
+		}
+	}
+}

@@ -530,7 +530,7 @@ func cmdline(args []string) string {
 	return "BOOT_IMAGE=" + strings.Join(out, " ")
 }
 
-// initrd joins files, each at a multiple of four, by opening all before it reads one.
+// initrd joins files, each at a multiple of four.
 func (m *Machine) initrd(args []string) error {
 	if m.loaded.How != "linux" && m.loaded.How != "nothing" {
 		return errors.New("you need to load the kernel first")

@@ -4,6 +4,7 @@ import (
 	"encoding/binary"
 	"fmt"
 	"net"
+	"net/netip"
 	"os"
 
 	"golang.org/x/sys/unix"
@@ -35,8 +36,13 @@ func (e *Ether) Close() error { return e.file.Close() }
 
 const headers = 14 + 20 + 8
 
-// Broadcast sends a message from mac, which is at 0.0.0.0, port 68.
+// Broadcast sends a message from mac, which is at 0.0.0.0, port 68, to DHCP servers.
 func (e *Ether) Broadcast(mac net.HardwareAddr, message []byte) error {
+	return e.SendUDP(mac, netip.MustParseAddrPort("0.0.0.0:68"), netip.MustParseAddrPort("255.255.255.255:67"), message)
+}
+
+// SendUDP sends a message in IPv4's UDP from mac to all, whatever its addresses are.
+func (e *Ether) SendUDP(mac net.HardwareAddr, from, to netip.AddrPort, message []byte) error {
 	b := make([]byte, headers+len(message))
 	copy(b, []byte{0xff, 0xff, 0xff, 0xff, 0xff, 0xff})
 	copy(b[6:], mac)
@@ -44,7 +50,8 @@ func (e *Ether) Broadcast(mac net.HardwareAddr, message []byte) error {
 	ip := b[14:34]
 	ip[0], ip[8], ip[9] = 0x45, 64, unix.IPPROTO_UDP
 	binary.BigEndian.PutUint16(ip[2:], uint16(20+8+len(message)))
-	copy(ip[16:], []byte{255, 255, 255, 255})
+	copy(ip[12:], from.Addr().AsSlice())
+	copy(ip[16:], to.Addr().AsSlice())
 	sum := uint32(0)
 	for i := 0; i < len(ip); i += 2 {
 		sum += uint32(binary.BigEndian.Uint16(ip[i:]))
@@ -52,10 +59,15 @@ func (e *Ether) Broadcast(mac net.HardwareAddr, message []byte) error {
 	sum = sum>>16 + sum&0xffff
 	binary.BigEndian.PutUint16(ip[10:], ^uint16(sum>>16+sum))
 	udp := b[34:headers] // without a checksum
-	binary.BigEndian.PutUint16(udp, 68)
-	binary.BigEndian.PutUint16(udp[2:], 67)
+	binary.BigEndian.PutUint16(udp, from.Port())
+	binary.BigEndian.PutUint16(udp[2:], to.Port())
 	binary.BigEndian.PutUint16(udp[4:], uint16(8+len(message)))
 	copy(b[headers:], message)
+	return e.Frame(b)
+}
+
+// Frame sends a whole frame.
+func (e *Ether) Frame(b []byte) error {
 	raw, err := e.file.SyscallConn()
 	if err != nil {
 		return err

@@ -69,6 +69,7 @@ type Result struct {
 	Offers []time.Duration
 	// Repeats is how many DHCP messages were sent again.
 	Repeats int
+	Address net.IP
 	Bytes   int64
 	Took    time.Duration
 }
@@ -287,6 +288,7 @@ func (w *Wire) Boot(ctx context.Context, mac net.HardwareAddr, want Want) (res R
 		return fail("firmware's DHCP", err)
 	}
 	ip := ack.YourIPAddr
+	res.Address = ip
 	if err := w.address(ip, true); err != nil {
 		return fail("address", err)
 	}
