@@ -136,3 +136,27 @@ func TestStrangerIsFound(t *testing.T) {
 	b.must(err)
 	b.must(thief.WaitFor(b.ctx, "boot window"))
 }
+
+// A box whose file of boot decisions is damaged says so, and is sent them again.
+func TestDamagedDecisionsAreSentAgain(t *testing.T) {
+	const mac = "52:54:00:00:09:03"
+	b := ready(t, lab.SiteOptions{})
+	b.cli("metal", "confirm-mac", lab.MachineName, mac, "--unseen")
+	known := func() {
+		t.Helper()
+		b.must(lab.Poll(b.ctx, "wait for the box to know the MAC", func() (bool, error) {
+			out, err := b.CLI(b.ctx, nil, "pxe", "explain", mac)
+			return strings.Contains(out, ": "+lab.MachineName+" node_"), err
+		}))
+	}
+	known()
+	b.Site.Stop()
+	file := filepath.Join(b.Dir, "site", "state", "assignments.json")
+	_, err := os.Stat(file)
+	b.must(err)
+	b.must(os.WriteFile(file, []byte("torn"), 0o600))
+	b.must(b.StartSite(b.ctx, "", lab.SiteOptions{}))
+	b.must(b.Site.WaitFor(b.ctx, "session is up"))
+	b.must(b.WaitSiteOnline(b.ctx))
+	known()
+}

@@ -1,6 +1,7 @@
 package netboot
 
 import (
+	"bytes"
 	"context"
 	"fmt"
 	"image/png"
@@ -78,6 +79,8 @@ type cell struct {
 	needs func() error
 	on    wire
 	by    firmware
+	// unplugged is the model of a NIC that comes before and has no link; empty: there is none.
+	unplugged string
 	// boots puts into the assignment what the machine boots.
 	boots func(t *testing.T, l *lab, m *pxev1.Machine)
 	// beside starts what else is on the wire.
@@ -207,7 +210,7 @@ var cells = []cell{
 		says:   rescueSays,
 	},
 	{
-		name: "Secure Boot", long: true, on: lan, by: securePXE, needs: files(signedShim, signedGRUB), boots: ramdiskBy("shim"),
+		name: "Secure Boot", long: true, on: lan, by: securePXE, needs: files(signedShim, signedGRUB), boots: by("shim", ramdisk),
 		stages: []string{"dhcp pxe uefi-x64 agent: ", "tftp shimx64.efi", "tftp grubx64.efi", "script ", "kernel", "initrd", "boot window w1"},
 		never:  []string{"dhcp ipxe", "tftp snponly.efi"},
 		says:   "Secure boot enabled",
@@ -216,6 +219,18 @@ var cells = []cell{
 		name: "arm64 EDK2", long: true, on: lan, by: arm64PXE, needs: arm64, boots: ramdisk,
 		stages: []string{"dhcp pxe uefi-arm64 agent: ", "tftp grubnetaa64.efi", "script ", "kernel", "initrd", "boot window w1"},
 		says:   "Linux version ",
+	},
+	{
+		name: "first NIC without link in BIOS", long: true, on: lan, by: biosROM, unplugged: "e1000", boots: noKernel,
+		stages: []string{"dhcp ipxe bios foreign kernel: ", "tftp undionly.kpxe", "dhcp ipxe bios kernel: ", "script kernel: ", "kernel window w1"},
+		says:   "Waiting for link-up on net0",
+		then:   recovers,
+	},
+	{
+		name: "first NIC without link in EDK2", long: true, on: lan, by: edk2PXE, unplugged: "virtio-net-pci", boots: by("ipxe", noKernel),
+		stages: []string{"dhcp pxe uefi-x64 kernel: ", "tftp ipxe.efi", "dhcp ipxe uefi-x64 kernel: ", "script kernel: ", "kernel window w1"},
+		says:   "UEFI PXEv4 (MAC:5254000001",
+		then:   recovers,
 	},
 	{
 		name: "EDK2 PXE over IPv6", long: true, on: lan, by: edk2PXE6, boots: ramdisk,
@@ -292,9 +307,18 @@ func (c cell) run(t *testing.T, l *lab, n int) {
 	cfg.UUID = fmt.Sprintf("6f0c7a52-0001-4bc0-9d11-0000000000%02x", n)
 	nic.Netdev, nic.MAC, nic.BootIndex = tap(c.on.machinePort()), m.Macs[0], 1
 	cfg.NICs = []qemutest.NIC{nic}
+	if c.unplugged != "" {
+		cfg.NICs[0].BootIndex = 2
+		cfg.NICs = slices.Insert(cfg.NICs, 0, qemutest.NIC{Netdev: "hubport,hubid=0", MAC: strings.Replace(nic.MAC, ":02:", ":01:", 1),
+			Model: c.unplugged, ROM: nic.ROM, BootIndex: 1})
+	}
 	began := time.Now()
 	vm, err := qemutest.Start(t.Context(), cfg)
 	check(t, err)
+	if c.unplugged != "" {
+		_, err := vm.QMP(t.Context(), "set_link", map[string]any{"name": "nic0", "up": false})
+		check(t, err)
+	}
 	r := &running{VM: vm, machine: m}
 	t.Cleanup(func() {
 		_ = vm.Close()
@@ -364,10 +388,11 @@ func localDisk(_ *testing.T, _ *lab, m *pxev1.Machine) {
 	m.Action, m.WindowId, m.WindowUntilMs = pxev1.Action_ACTION_LOCAL_DISK, "", 0
 }
 
-// ramdiskBy is ramdisk by another boot program than the usual.
-func ramdiskBy(loader string) func(*testing.T, *lab, *pxev1.Machine) {
+// by is another boot program than the usual before what is booted.
+func by(loader string, boots func(*testing.T, *lab, *pxev1.Machine)) func(*testing.T, *lab, *pxev1.Machine) {
 	return func(t *testing.T, l *lab, m *pxev1.Machine) {
-		ramdisk(t, l, m)
+		t.Helper()
+		boots(t, l, m)
 		m.Loader = loader
 	}
 }
@@ -380,6 +405,35 @@ func kernel(t *testing.T, l *lab, m *pxev1.Machine) {
 		InitrdSha256: l.store(t, "initrd", filepath.Join(imageDir, "ramdisk/initrd")).SHA256,
 		Cmdline:      "console=ttyS0 of.the.test=1",
 	}
+}
+
+// noKernel is what no iPXE starts: too large for a boot sector, and nothing else.
+func noKernel(t *testing.T, l *lab, m *pxev1.Machine) {
+	path := filepath.Join(t.TempDir(), "none")
+	check(t, os.WriteFile(path, bytes.Repeat([]byte("none"), 256<<10), 0o644))
+	m.Action, m.Purpose = pxev1.Action_ACTION_KERNEL, "boot"
+	m.Kernel = &pxev1.Kernel{Sha256: l.store(t, "none", path).SHA256}
+}
+
+// recovers gives a machine whose boot has failed the ramdisk. Its script finds it by
+// asking again as the port that booted, which needs no other address for that.
+func recovers(t *testing.T, l *lab, r *running) {
+	t.Helper()
+	check(t, r.WaitMarker(t.Context(), "Boot failed, asking again", quiet))
+	r.machine.Kernel = nil
+	ramdisk(t, l, r.machine)
+	l.assign(t, r.machine)
+	failed := r.seen
+	for _, want := range []string{"script agent: ", "kernel", "initrd", "boot window w1"} {
+		r.await(t, l, want)
+	}
+	all, _ := l.stages.of(r.mac())
+	for _, s := range all[failed:r.seen] {
+		if s.Stage == "dhcp" {
+			t.Errorf("stage %q came after the boot failed, want the script by the port that has its address", line(s))
+		}
+	}
+	check(t, r.WaitMarker(t.Context(), "Linux version ", quiet))
 }
 
 // uki boots an image that firmware starts by itself; what is in it is not its concern.
