@@ -220,7 +220,7 @@ func (s *server) bootDHCP(ask dhcp.Ask) string {
 	default:
 		s.remember(who.MAC, "dhcp", who.Client.String(), detail, who.Client.Program != decide.IPXE)
 	}
-	begins := ask.Step != dhcp.Offered && (who.Client.Program == decide.Firmware || who.Client.Program == decide.HTTPBoot)
+	begins := ask.Step != dhcp.Offered && (who.Client.Program == decide.Firmware || who.Client.Program == decide.HTTPBoot || strings.HasPrefix(d.Loader, "grub/"))
 	if begins && !ask.Asked.IsZero() {
 		s.http.Reset(who.MAC, ip, ask.Asked)
 	}

@@ -12,7 +12,8 @@ import (
 
 const (
 	// routersFirst is how long a router of the LAN has to answer an iPXE, which believes
-	// the first: it takes half a second at most (RFC 4861, 6.2.6).
+	// the first: it takes half a second, and longer only soon after an advertisement to
+	// all, which the box has heard then (RFC 4861, 6.2.6).
 	routersFirst = time.Second
 	// awaitingFor is how long an iPXE that asked DHCP may still look for a router.
 	awaitingFor = 20 * time.Second

@@ -27,8 +27,9 @@ type event struct {
 
 const (
 	queueLength = 4096
-	// keptWithin is how long who must not lose an event waits for it to be handed on.
-	keptWithin = 5 * time.Second
+	// keptWithin is how long who must not lose an event waits for it to be handed on:
+	// less than a ramdisk waits for the answer to its word.
+	keptWithin = 3 * time.Second
 )
 
 func newEvents(to func(name, class, key string, body any), log *slog.Logger) *events {
@@ -63,6 +64,7 @@ func (e *events) keep(name, class, key string, body any) {
 	}
 	select {
 	case <-kept:
+	case <-e.ended:
 	case <-late.C:
 	}
 }

@@ -7,6 +7,8 @@ import (
 	"net"
 	"net/http"
 	"net/netip"
+	"os"
+	"path/filepath"
 	"syscall"
 	"testing"
 	"time"
@@ -16,6 +18,7 @@ import (
 	"github.com/insomniacslk/dhcp/dhcpv6"
 
 	"github.com/better-compute/site-appliance/pxe/dhcp"
+	"github.com/better-compute/site-appliance/pxe/files"
 	"github.com/better-compute/site-appliance/pxe/pxetest"
 	"github.com/better-compute/site-appliance/pxe/pxetest/fleet"
 )
@@ -72,17 +75,27 @@ func (k *kept) reset() error {
 }
 
 // TestRestartIsToldByDHCP: what a machine has open is reset when its firmware is given
-// its address anew, and not when its iPXE is, when it renews, when another machine is or
-// when another speaks in its name.
+// its address anew, or its card's iPXE that is sent to GRUB, and not when another iPXE
+// is, when it renews, when another machine is or when another speaks in its name.
 func TestRestartIsToldByDHCP(t *testing.T) {
 	if !pxetest.InNamespace(t) {
 		return
 	}
 	dir := t.TempDir()
 	bootFiles(t, dir)
-	hosts := pxetest.Switch(t, "br0", netip.MustParsePrefix(boxAddr+"/24"), macRAM, macEvil)
-	m, other := hosts[0], hosts[1]
-	start(t, "br0", dir, nil, ramdisk(macRAM), localDisk(macEvil))
+	for _, name := range []string{files.Shim, files.ShimSecond} {
+		path := filepath.Join(dir, "netboot", name)
+		if err := errors.Join(os.MkdirAll(filepath.Dir(path), 0o755), os.WriteFile(path, []byte("MZ"), 0o644)); err != nil {
+			t.Fatal(err)
+		}
+	}
+	hosts := pxetest.Switch(t, "br0", netip.MustParsePrefix(boxAddr+"/24"), macRAM, macEvil, macShim)
+	m, other, card := hosts[0], hosts[1], hosts[2]
+	shim := ramdisk(macShim)
+	shim.MachineId, shim.Loader = "node_shim", "shim"
+	start(t, "br0", dir, nil, ramdisk(macRAM), localDisk(macEvil), shim)
+	mustDORA(t, card, asUEFI)
+	grub := keep(t, card, boxAddr)
 	lease := mustDORA(t, m, asUEFI)
 	mustDORA(t, other, asUEFI)
 	mine, theirs := keep(t, m, boxAddr), keep(t, other, boxAddr)
@@ -117,6 +130,10 @@ func TestRestartIsToldByDHCP(t *testing.T) {
 	}
 	if err := theirs.asks(); err != nil {
 		t.Errorf("the other machine's, after its iPXE's DHCP: %v", err)
+	}
+	mustDORA(t, card, asIPXE)
+	if err := grub.reset(); err != nil {
+		t.Errorf("after DHCP of a card's iPXE that is sent to GRUB: %v", err)
 	}
 	for _, kind := range []dhcpKind{asUEFI, asHTTP} {
 		mustDORA(t, m, kind)

@@ -104,13 +104,14 @@ func (c *capped) room(from host) {
 	}
 }
 
-// reset breaks off what a machine had open at one of its addresses before a time: at
-// every one, where none is given.
-func (c *capped) reset(machine string, at netip.Addr, before time.Time) (n int) {
+// reset takes out what a machine had open at one of its addresses before a time, at
+// every one where none is given: for the caller to break off, which may wait for a disk
+// that a connection is sent from.
+func (c *capped) reset(machine string, at netip.Addr, before time.Time) (gone []*cappedConn) {
 	c.mu.Lock()
 	defer c.mu.Unlock()
 	if machine == "" || c.hosts[host{machine, true}]+c.hosts[host{machine, false}] == 0 {
-		return 0
+		return nil
 	}
 	for conn := range c.open {
 		from, ok := conn.RemoteAddr().(*net.TCPAddr)
@@ -118,10 +119,9 @@ func (c *capped) reset(machine string, at netip.Addr, before time.Time) (n int) 
 			continue
 		}
 		conn.free()
-		conn.breakOff()
-		n++
+		gone = append(gone, conn)
 	}
-	return n
+	return gone
 }
 
 // victim is what makes room for one more of from; nil: nothing has to, or nothing can.

@@ -56,7 +56,8 @@ type Config struct {
 	Boot func(context.Context, Booting) ([]byte, error)
 	// Artifacts opens a stored artifact.
 	Artifacts func(ctx context.Context, sha256 string) (io.ReadSeekCloser, int64, error)
-	// Stage is told what a machine has fetched, reported or missed; it must not block.
+	// Stage is told what a machine has fetched, reported or missed. It must not block but
+	// for the word that a machine is done, which is to outlive a power cut.
 	Stage func(mac string, m *pxev1.Machine, stage, detail string)
 	// Syslog says whether scripts name the box as their syslog server.
 	Syslog bool
@@ -103,8 +104,12 @@ func (h *Handler) Reset(mac string, at netip.Addr, before time.Time) {
 	h.listening.mu.Lock()
 	defer h.listening.mu.Unlock()
 	for _, c := range h.listening.all {
-		if n := c.reset(mac, at, before); n > 0 {
-			h.cfg.Log.Debug("HTTP connections of a machine that starts again broken off", "mac", mac, "connections", n)
+		gone := c.reset(mac, at, before)
+		for _, conn := range gone {
+			go conn.breakOff()
+		}
+		if len(gone) > 0 {
+			h.cfg.Log.Debug("HTTP connections of a machine that starts again broken off", "mac", mac, "connections", len(gone))
 		}
 	}
 }

@@ -117,7 +117,7 @@ func shown(text string) string {
 }
 
 // render puts the retry around what is booted. The wait doubles and outlives the
-// script, since iPXE's settings do; after a minute's wait the firmware's next boot
+// script, since iPXE's settings do; after two minutes of them the firmware's next boot
 // entry has its turn. netX is the port that was opened last: the one that boots.
 func (s Around) render(boot string) (string, error) {
 	if err := checkURL(s.AgainBefore + "x" + s.AgainAfter); err != nil {
@@ -136,9 +136,9 @@ func (s Around) render(boot string) (string, error) {
 ` + syslog + `isset ${bcwait} || set bcwait:int32 2
 ` + boot + `:failed
 imgfree
+iseq ${bcwait} 128 && goto leave ||
 echo Boot failed, asking again in ${bcwait} seconds
 sleep ${bcwait}
-iseq ${bcwait} 64 && goto leave ||
 inc bcwait ${bcwait}
 chain --replace --autofree ` + again("netX") + ` ||
 set bcport:int32 0

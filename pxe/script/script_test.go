@@ -20,9 +20,9 @@ const (
 	head = "#!ipxe\nset syslog 10.0.0.1 ||\nisset ${bcwait} || set bcwait:int32 2\n"
 	tail = `:failed
 imgfree
+iseq ${bcwait} 128 && goto leave ||
 echo Boot failed, asking again in ${bcwait} seconds
 sleep ${bcwait}
-iseq ${bcwait} 64 && goto leave ||
 inc bcwait ${bcwait}
 chain --replace --autofree http://10.0.0.1/boot/${netX/mac:hexhyp}/script.ipxe ||
 set bcport:int32 0
