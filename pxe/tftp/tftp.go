@@ -10,6 +10,7 @@ import (
 	"log/slog"
 	"net"
 	"net/netip"
+	"os"
 	"strings"
 	"sync"
 	"time"
@@ -266,14 +267,28 @@ func (s *Server) open(ctx context.Context, client netip.Addr, name string) (file
 		}
 		return nil, err
 	}
-	return &timely{f, s.patience, end}, nil
+	// A file of the box's own does not wait, and a timer for each block has its price.
+	if _, plain := f.(interface{ Plain() *os.File }); plain {
+		return &opened{f, end}, nil
+	}
+	return &timely{opened{f, end}, s.patience}, nil
 }
 
-// timely is a file that ends its own context when it has nothing for so long.
-type timely struct {
+// opened is a file whose context ends with it.
+type opened struct {
 	files.File
+	end context.CancelFunc
+}
+
+func (f *opened) Close() error {
+	f.end()
+	return f.File.Close()
+}
+
+// timely is one that ends its own context when it has nothing for so long.
+type timely struct {
+	opened
 	limit time.Duration
-	end   context.CancelFunc
 }
 
 func (f *timely) Read(b []byte) (int, error) {
@@ -283,11 +298,6 @@ func (f *timely) Read(b []byte) (int, error) {
 		err = fmt.Errorf("nothing came for %v, and the client waits no longer: %w", f.limit, err)
 	}
 	return n, err
-}
-
-func (f *timely) Close() error {
-	f.end()
-	return f.File.Close()
 }
 
 func (s *Server) refused(client netip.Addr, name string, reason error) {
