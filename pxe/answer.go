@@ -120,7 +120,7 @@ func (c *Config) decide(r decide.Request) decide.Decision {
 		}
 		_ = f.Close() // it was only looked at
 	}
-	if d.HTTP && strings.HasPrefix(d.Loader, "grub/") && !c.speaksHTTP(cmp.Or(decide.Second(d.Loader), d.Loader)) {
+	if d.HTTP && decide.IsGRUB(d.Loader) && !c.speaksHTTP(cmp.Or(decide.Second(d.Loader), d.Loader)) {
 		return decide.Decision{Action: decide.Deny, Reason: "the box's GRUB fetches nothing over HTTP, as Debian's before 2.12, or boots on without what it is refused there, as Ubuntu's: this machine boots by PXE"}
 	}
 	return d
@@ -220,7 +220,7 @@ func (s *server) bootDHCP(ask dhcp.Ask) string {
 	default:
 		s.remember(who.MAC, "dhcp", who.Client.String(), detail, who.Client.Program != decide.IPXE)
 	}
-	begins := ask.Step != dhcp.Offered && (who.Client.Program == decide.Firmware || who.Client.Program == decide.HTTPBoot || strings.HasPrefix(d.Loader, "grub/"))
+	begins := ask.Step != dhcp.Offered && (who.Client.Program == decide.Firmware || who.Client.Program == decide.HTTPBoot || decide.IsGRUB(d.Loader))
 	if begins && !ask.Asked.IsZero() {
 		s.http.Reset(who.MAC, ip, ask.Asked)
 	}

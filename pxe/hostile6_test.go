@@ -4,7 +4,6 @@ import (
 	"bytes"
 	"context"
 	"encoding/binary"
-	"fmt"
 	"io"
 	"log/slog"
 	"net"
@@ -299,22 +298,9 @@ func TestHostileIPv6(t *testing.T) {
 	if !pxetest.InNamespace(t) {
 		return
 	}
-	run := func(args ...string) {
-		t.Helper()
-		if out, err := exec.CommandContext(t.Context(), "ip", args...).CombinedOutput(); err != nil {
-			t.Fatalf("ip %s: %v: %s", strings.Join(args, " "), err, out)
-		}
-	}
-	run("link", "add", "box0", "type", "bridge")
-	run("address", "add", boxAddr+"/24", "dev", "box0")
-	run("address", "add", boxNet6.String(), "dev", "box0", "nodad")
-	run("link", "set", "box0", "up")
-	var hosts []*pxetest.Host
-	for i, mac := range []string{macRAM, macDisk, macEvil} {
-		near := fmt.Sprintf("w%d", i)
-		hosts = append(hosts, pxetest.Join(t, near, netip.MustParsePrefix(fmt.Sprintf("169.254.%d.1/30", i+1)), fmt.Sprintf("m%d", i), mac))
-		run("address", "flush", "dev", near)
-		run("link", "set", near, "master", "box0")
+	hosts := pxetest.Switch(t, "box0", netip.MustParsePrefix(boxAddr+"/24"), macRAM, macDisk, macEvil)
+	if out, err := exec.CommandContext(t.Context(), "ip", "address", "add", boxNet6.String(), "dev", "box0", "nodad").CombinedOutput(); err != nil {
+		t.Fatalf("ip address add: %v: %s", err, out)
 	}
 	pxetest.WaitLinkLocal(t, "box0")
 	for _, h := range hosts {

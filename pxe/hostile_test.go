@@ -429,22 +429,7 @@ func TestHostile(t *testing.T) {
 	if !pxetest.InNamespace(t) {
 		return
 	}
-	run := func(args ...string) {
-		t.Helper()
-		if out, err := exec.CommandContext(t.Context(), "ip", args...).CombinedOutput(); err != nil {
-			t.Fatalf("ip %s: %v: %s", strings.Join(args, " "), err, out)
-		}
-	}
-	run("link", "add", "box0", "type", "bridge")
-	run("address", "add", boxAddr+"/16", "dev", "box0")
-	run("link", "set", "box0", "up")
-	var hosts []*pxetest.Host
-	for i, mac := range []string{macStranger, macEvil} {
-		near := fmt.Sprintf("w%d", i)
-		hosts = append(hosts, pxetest.Join(t, near, netip.MustParsePrefix(fmt.Sprintf("169.254.%d.1/30", i+1)), fmt.Sprintf("m%d", i), mac))
-		run("address", "flush", "dev", near)
-		run("link", "set", near, "master", "box0")
-	}
+	hosts := pxetest.Switch(t, "box0", netip.MustParsePrefix(boxAddr+"/16"), macStranger, macEvil)
 	for _, attack := range attacks {
 		dir := t.TempDir()
 		bootFiles(t, dir)

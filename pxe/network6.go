@@ -160,7 +160,7 @@ func (s *server) bootArchive(ctx context.Context, b httpboot.Booting) ([]byte, e
 
 // over6 denies what boots over IPv4 only: firmware goes on to its entry for that.
 func over6(d decide.Decision) decide.Decision {
-	if strings.HasPrefix(d.Loader, "grub/") {
+	if decide.IsGRUB(d.Loader) {
 		return decide.Decision{Action: decide.Deny, Reason: "GRUB finds the box over IPv4 only"}
 	}
 	return d

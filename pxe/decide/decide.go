@@ -220,7 +220,7 @@ func (r Request) localDisk(why string) Decision {
 		d.HTTP, d.Exit = true, NotFound
 	case c.Program == GRUB:
 		d.HTTP, d.Exit = true, ExitCode
-	case c.Program == IPXE || c.Looping && !isGRUB(r.loader()):
+	case c.Program == IPXE || c.Looping && !IsGRUB(r.loader()):
 		d.HTTP, d.Exit = true, ExitCode
 		if c.Arch == BIOS && r.Returned >= returns {
 			d.Exit, d.Reason = Sanboot, why+"; it came back from its exit, so that its first disk is booted directly"
@@ -238,7 +238,7 @@ func (r Request) script(a Action, why string) Decision {
 	case c.Program == Agent || c.Program == GRUB || c.Program == IPXE && c.Arch == ARM64:
 		// There is no iPXE for arm64 that is better than the one that asks.
 		return Decision{Action: a, HTTP: true, Reason: why}
-	case isGRUB(loader):
+	case IsGRUB(loader):
 		// Whoever asks anew comes from a start that failed: nothing hides here.
 		return Decision{Action: a, Loader: loader, HTTP: c.Program == HTTPBoot, Reason: why}
 	case !bootable(c.Arch):
@@ -263,8 +263,8 @@ func (r Request) loader() string {
 	return loaders[r.Client.Arch]
 }
 
-// isGRUB says whether a boot program is GRUB or leads to it.
-func isGRUB(loader string) bool { return loader == files.ARM64Loader || loader == files.Shim }
+// IsGRUB says whether a boot program is GRUB or leads to it.
+func IsGRUB(loader string) bool { return loader == files.ARM64Loader || loader == files.Shim }
 
 // Second is the boot program that a first one fetches from beside itself; empty: none.
 func Second(loader string) string {
@@ -306,14 +306,14 @@ func iso(r Request, m *pxev1.Machine) Decision {
 		return deny("no ramdisk is assigned")
 	case c.Arch == ARM64 && c.Program != HTTPBoot:
 		return deny("a disc image boots on arm64 by HTTP boot only")
-	case c.Program == GRUB || isGRUB(r.loader()) && c.Program != HTTPBoot:
+	case c.Program == GRUB || IsGRUB(r.loader()) && c.Program != HTTPBoot:
 		return deny("a disc image boots by shim and GRUB by HTTP boot only: GRUB gives no drives out, which the loaders snponly and ipxe do")
 	case c.Program == HTTPBoot && c.Arch.uefi():
 		fits, told := fitsRAM(m.GetIso().GetSize(), m.GetRamBytes(), c.Arch)
 		if fits {
 			return Decision{Action: HTTPISO, HTTP: true, Firmware: true, Reason: why + ", into memory: " + told + limits(m.GetIso().GetClass(), HTTPISO, c.Arch)}
 		}
-		if isGRUB(r.loader()) {
+		if IsGRUB(r.loader()) {
 			return deny(why + ", and " + told)
 		}
 		why += "; " + told + ", so that it is given as a drive"

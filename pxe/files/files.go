@@ -78,5 +78,11 @@ type osFile struct {
 
 func (f *osFile) Size() int64 { return f.size }
 
-// Plain is the file itself, which the kernel can send.
-func (f *osFile) Plain() *os.File { return f.File }
+// Plain is the file on disk that f is: one that the kernel can send, and that nobody
+// waits for. Nil: none.
+func Plain(f any) *os.File {
+	if plain, ok := f.(*osFile); ok {
+		return plain.File
+	}
+	return nil
+}

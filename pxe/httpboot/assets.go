@@ -7,7 +7,6 @@ import (
 	"fmt"
 	"io"
 	"net/http"
-	"os"
 	"time"
 
 	"github.com/better-compute/site-appliance/appliance/base/errs"
@@ -256,8 +255,8 @@ func content(w http.ResponseWriter, r *http.Request, kind string, body io.ReadSe
 		}
 	}
 	// A plain file goes to the connection as it is, which hands it to the kernel.
-	if f, ok := body.(interface{ Plain() *os.File }); ok {
-		body = f.Plain()
+	if f := files.Plain(body); f != nil {
+		body = f
 	}
 	http.ServeContent(w, r, "", time.Time{}, body)
 }

@@ -10,7 +10,6 @@ import (
 	"log/slog"
 	"net"
 	"net/netip"
-	"os"
 	"strings"
 	"sync"
 	"time"
@@ -268,7 +267,7 @@ func (s *Server) open(ctx context.Context, client netip.Addr, name string) (file
 		return nil, err
 	}
 	// A file of the box's own does not wait, and a timer for each block has its price.
-	if _, plain := f.(interface{ Plain() *os.File }); plain {
+	if files.Plain(f) != nil {
 		return &opened{f, end}, nil
 	}
 	return &timely{opened{f, end}, s.patience}, nil
